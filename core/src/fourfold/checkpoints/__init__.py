@@ -1,0 +1,1 @@
+"""Where models come from and how their tensors are read; torch only inside tensor reading."""

@@ -1,0 +1,22 @@
+"""Reads a JSON object from a file of a checkpoint, with errors that name the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fourfold.errors import CheckpointError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in ``path``. Raises CheckpointError where it is missing, unreadable or no JSON object."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds {type(value).__name__}; a JSON object")
+    return value

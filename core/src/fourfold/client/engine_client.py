@@ -1,0 +1,346 @@
+"""An API server's connection to all engines: sends requests, hands out outputs, keeps loads. Knows no HTTP and no text.
+
+All methods belong to the event loop that ``start`` was called in; other threads go through ``call_soon_threadsafe``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from fourfold.client.engine_link import LINGER_MILLISECONDS, EngineLink, EngineState
+from fourfold.client.request_stream import RequestStream
+from fourfold.contracts.load_balancer import BalancedRequest, EngineLoad, LoadBalancer
+from fourfold.errors import EngineError, ExecutorFailed, RequestError
+from fourfold.messages import (
+    AbortRequests,
+    AddRequest,
+    CallUtility,
+    EngineFailed,
+    EngineMessage,
+    EngineOutputs,
+    EngineReady,
+    FinishReason,
+    RequestOutput,
+    UtilityReply,
+)
+
+Receiver = Callable[[RequestOutput], None]
+MESSAGES_AT_ONCE = 256
+"""Read before other tasks of the loop get their turn."""
+
+logger = logging.getLogger(__name__)
+
+
+class EngineClient:
+    """Sends each request to the engine that the balancer chooses, and its outputs to whoever asked."""
+
+    def __init__(
+        self,
+        run_directory: Path,
+        api_index: int,
+        num_engines: int,
+        balancer: LoadBalancer,
+        *,
+        utility_timeout: float = 60.0,
+    ) -> None:
+        self.api_index = api_index
+        self._address = f"ipc://{run_directory}/api-{api_index}"
+        self._balancer = balancer
+        self._utility_timeout = utility_timeout
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._links = [EngineLink(self._context, run_directory, engine) for engine in range(num_engines)]
+        self._decoder = msgspec.msgpack.Decoder(EngineMessage)
+        self._requests: dict[str, _InFlight] = {}
+        self._utilities: dict[int, _Utility] = {}
+        self._call_ids = itertools.count()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+
+    async def start(self) -> None:
+        """Listen to the engines; must come before their first message is waited for."""
+        self._loop = asyncio.get_running_loop()
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.bind(self._address)
+        self._loop.add_reader(self._socket.fileno(), self._read)
+        # The descriptor only tells of changes: what came before it was watched is read now.
+        self._loop.call_soon(self._read)
+
+    # --- requests ----------------------------------------------------------------------------------------------
+
+    def submit(self, request: AddRequest) -> RequestStream:
+        """Send a request; iterate over the result for its outputs, or close it to abort. Raises like ``open``."""
+        stream = RequestStream(request.request_id, self.abort)
+        self.open(request, stream.receive)
+        return stream
+
+    def open(self, request: AddRequest, receiver: Receiver) -> None:
+        """Send a request; ``receiver`` is called with each output until one has a finish reason.
+
+        A failure of the engine is an output with finish reason ERROR. Raises RequestError with status 503 when no
+        engine takes requests now.
+        """
+        if request.request_id in self._requests:
+            raise EngineError(f"request id {request.request_id!r} is in use")
+        loads = [link.load for link in self._links if link.state is EngineState.READY]
+        if not loads:
+            raise RequestError(f"no engine is ready: {self._describe_states()}", status=503)
+        max_tokens = request.sampling.max_tokens or 0
+        engine = self._balancer.choose(
+            BalancedRequest(
+                prompt_token_ids=request.prompt_token_ids, max_tokens=max_tokens, cache_salt=request.cache_salt
+            ),
+            loads,
+        )
+        link = self._links[engine]
+        link.send(request)
+        in_flight = _InFlight(link, receiver, len(request.prompt_token_ids), max_tokens)
+        self._requests[request.request_id] = in_flight
+        link.begin(in_flight.num_tokens)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests now: their receivers hear no more. Ids that are unknown or ended are ignored."""
+        ended: dict[int, list[str]] = {}
+        for request_id in request_ids:
+            in_flight = self._forget(request_id)
+            if in_flight is not None:
+                ended.setdefault(in_flight.link.engine, []).append(request_id)
+        for engine, ids in ended.items():
+            try:
+                self._links[engine].send(AbortRequests(request_ids=ids))
+            except RequestError as error:
+                logger.warning("abort of %d requests is lost: %s", len(ids), error)
+
+    def fail_all(self, reason: str) -> None:
+        """End every request with an error that its client sees, as when a drain runs out of time."""
+        requests = {request_id: in_flight.receiver for request_id, in_flight in self._requests.items()}
+        self.abort(list(requests))
+        for request_id, receiver in requests.items():
+            _deliver(receiver, _failure(request_id, reason))
+
+    async def call_utility(self, engine: int, method: str, **arguments: Any) -> Any:
+        """Call a named method of an engine core. Raises EngineError: refused, failed, dead, or no reply in time."""
+        link = self._links[engine]
+        if link.state is EngineState.DEAD:
+            raise ExecutorFailed(f"engine {engine} is dead: {link.reason}")
+        call_id = next(self._call_ids)
+        future = asyncio.get_running_loop().create_future()
+        self._utilities[call_id] = _Utility(engine, method, future)
+        try:
+            link.send(CallUtility(client=self.api_index, call_id=call_id, method=method, arguments=arguments))
+            async with asyncio.timeout(self._utility_timeout):
+                return await future
+        except TimeoutError as error:
+            raise EngineError(
+                f"no reply to {method!r} within {self._utility_timeout:g} s from engine {engine}"
+            ) from error
+        finally:
+            self._utilities.pop(call_id, None)
+
+    # --- engines -----------------------------------------------------------------------------------------------
+
+    @property
+    def engine_states(self) -> list[EngineState]:
+        """One an engine."""
+        return [link.state for link in self._links]
+
+    @property
+    def links(self) -> list[EngineLink]:
+        """One an engine, to look at."""
+        return self._links
+
+    @property
+    def loads(self) -> list[EngineLoad]:
+        """One an engine."""
+        return [link.load for link in self._links]
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of this API server that have not ended."""
+        return len(self._requests)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Prompt and output tokens that every ready engine takes; None while none is ready."""
+        return min((link.ready.max_model_len for link in self._links if link.ready is not None), default=None)
+
+    def stalled(self, timeout: float) -> str | None:
+        """Which engine has had requests but finished no step for ``timeout`` seconds; None: none."""
+        now = time.monotonic()
+        for link in self._links:
+            idle = now - link.last_progress
+            if link.num_requests and link.state is EngineState.READY and idle > timeout:
+                return f"engine {link.engine} has {link.num_requests} requests and finished no step for {idle:.1f} s"
+        return None
+
+    def set_incarnation(self, engine: int, incarnation: int) -> None:
+        """Expect this incarnation; requests of another end with an error, messages of another are dropped."""
+        link = self._links[engine]
+        if link.incarnation == incarnation:
+            return
+        if link.incarnation is not None and link.state is not EngineState.DEAD:
+            self.mark_dead(engine, f"replaced by incarnation {incarnation}")
+        link.reset(incarnation)
+
+    def mark_ready(self, ready: EngineReady) -> None:
+        """Let an engine have requests; a notice of an older incarnation than the present one is ignored."""
+        link = self._links[ready.engine]
+        if link.incarnation is not None and ready.incarnation < link.incarnation:
+            return
+        if ready.incarnation == link.incarnation and link.state is not EngineState.STARTING:
+            return
+        self.set_incarnation(ready.engine, ready.incarnation)
+        link.ready = ready
+        link.state = EngineState.READY
+
+    def mark_dead(self, engine: int, reason: str) -> None:
+        """End an engine's requests and calls with an error, at once."""
+        link = self._links[engine]
+        link.state, link.reason, link.ready = EngineState.DEAD, reason, None
+        link.close()
+        for utility in self._utilities.values():
+            if utility.engine == engine and not utility.future.done():
+                utility.future.set_exception(
+                    ExecutorFailed(f"engine {engine} died during {utility.method!r}: {reason}")
+                )
+        lost = {key: value.receiver for key, value in self._requests.items() if value.link is link}
+        for request_id in lost:
+            self._forget(request_id)
+        for request_id, receiver in lost.items():
+            _deliver(receiver, _failure(request_id, f"engine {engine} failed: {reason}"))
+
+    def close(self) -> None:
+        """Close all sockets; requests still in flight end with an error. Twice is harmless."""
+        if self._closed:
+            return
+        self._closed = True
+        self.fail_all("the server is shutting down")
+        if self._socket is not None and self._loop is not None:
+            self._loop.remove_reader(self._socket.fileno())
+            self._socket.close(0)
+        for link in self._links:
+            link.close(linger=LINGER_MILLISECONDS)
+        self._context.term()
+
+    # --- messages ----------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        if self._socket is None or self._closed or self._loop is None:
+            return
+        for _ in range(MESSAGES_AT_ONCE):
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._receive(frame)
+        self._loop.call_soon(self._read)
+
+    def _receive(self, frame: bytes) -> None:
+        try:
+            message = self._decoder.decode(frame)
+        except msgspec.DecodeError as error:
+            logger.error("dropped a message that is none of an engine's: %s", error)
+            return
+        if not 0 <= message.engine < len(self._links):
+            logger.error("dropped a message of engine %d; there are %d", message.engine, len(self._links))
+            return
+        if isinstance(message, EngineReady):
+            self.mark_ready(message)
+            return
+        link = self._links[message.engine]
+        if message.incarnation != link.incarnation or link.state is EngineState.DEAD:
+            logger.debug("dropped a message of incarnation %d of engine %d", message.incarnation, message.engine)
+            return
+        match message:
+            case EngineOutputs():
+                for output in message.outputs:
+                    self._hand_out(output)
+                link.report(message.stats)
+            case EngineFailed():
+                self.mark_dead(message.engine, message.message)
+            case UtilityReply():
+                self._answer(message)
+
+    def _hand_out(self, output: RequestOutput) -> None:
+        in_flight = self._requests.get(output.request_id)
+        if in_flight is None:
+            return
+        if output.finish_reason is not None:
+            self._forget(output.request_id)
+        elif output.token_ids:
+            in_flight.count(len(output.token_ids))
+        if not _deliver(in_flight.receiver, output):
+            self.abort([output.request_id])
+
+    def _answer(self, reply: UtilityReply) -> None:
+        utility = self._utilities.get(reply.call_id)
+        if utility is None or utility.future.done():
+            return
+        if reply.error is None:
+            utility.future.set_result(reply.result)
+        else:
+            utility.future.set_exception(
+                EngineError(f"{utility.method!r} failed on engine {reply.engine}: {reply.error}")
+            )
+
+    def _forget(self, request_id: str) -> _InFlight | None:
+        in_flight = self._requests.pop(request_id, None)
+        if in_flight is not None:
+            in_flight.link.end(in_flight.num_tokens)
+        return in_flight
+
+    def _describe_states(self) -> str:
+        return ", ".join(f"engine {link.engine} is {link.state}" for link in self._links)
+
+
+class _InFlight:
+    """A request that has not ended, and what it still costs its engine."""
+
+    __slots__ = ("link", "num_prompt_tokens", "num_tokens", "receiver")
+
+    def __init__(self, link: EngineLink, receiver: Receiver, num_prompt_tokens: int, max_tokens: int) -> None:
+        self.link = link
+        self.receiver = receiver
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_tokens = num_prompt_tokens + max_tokens
+
+    def count(self, num_output_tokens: int) -> None:
+        """With the first output the prompt is done."""
+        done = min(self.num_tokens, self.num_prompt_tokens + num_output_tokens)
+        self.num_prompt_tokens = 0
+        self.num_tokens -= done
+        self.link.progress(done)
+
+
+class _Utility:
+    """A call that waits for its reply."""
+
+    __slots__ = ("engine", "future", "method")
+
+    def __init__(self, engine: int, method: str, future: asyncio.Future[Any]) -> None:
+        self.engine = engine
+        self.method = method
+        self.future = future
+
+
+def _deliver(receiver: Receiver, output: RequestOutput) -> bool:
+    """Whether the receiver took it: one that fails must not hurt the other requests of the message."""
+    try:
+        receiver(output)
+    except Exception:
+        logger.exception("the receiver of request %s failed", output.request_id)
+        return False
+    return True
+
+
+def _failure(request_id: str, reason: str) -> RequestOutput:
+    return RequestOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=reason, error_status=503)

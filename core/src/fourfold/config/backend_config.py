@@ -1,0 +1,27 @@
+"""Which plugin does which part, by name; ``auto`` asks every installed one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendConfig:
+    """Names of backends. ``auto`` takes the one that suits best and logs why."""
+
+    executor: str = "auto"
+    """Who starts and calls the ranks."""
+    comm: str = "auto"
+    """Who moves tensors between ranks; one name, or one a group as in tp=shm,pp=gloo."""
+    load_balancer: str = "auto"
+    """Who chooses an engine for a request."""
+    attention: str = "auto"
+    """Who computes attention."""
+    linear_method: str = "auto"
+    """Who computes linear layers."""
+    operators: str = "auto"
+    """Who computes norms, activations and sampling."""
+    parallel_layer: str = "auto"
+    """Who cuts layers; one name, or one a kind as in moe=ep."""
+    scheduler: str = "fcfs"
+    """The order of requests: fcfs, or priority (lower numbers first)."""

@@ -1,0 +1,28 @@
+"""The whole config of one engine; the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fourfold.config.backend_config import BackendConfig
+from fourfold.config.cache_config import CacheConfig
+from fourfold.config.model_config import ModelConfig
+from fourfold.config.parallel_config import ParallelConfig
+from fourfold.config.scheduler_config import SchedulerConfig
+from fourfold.config.timeout_config import TimeoutConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """What an engine and its workers are built from; travels between processes as JSON."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    backends: BackendConfig = field(default_factory=BackendConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
+    plugins: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of plugins: plugin name -> its own frozen dataclass."""

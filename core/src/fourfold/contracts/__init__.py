@@ -1,0 +1,1 @@
+"""What plugins implement: one typed Protocol a file, no implementation."""

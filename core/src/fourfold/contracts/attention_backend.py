@@ -1,0 +1,71 @@
+"""The attention contract: a paged KV cache in the backend's own layout, and attention over it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionSpec:
+    """What one attention layer asks of its backend; head counts are this rank's."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    """Factor on the scores before the softmax."""
+    sliding_window: int = 0
+    """A token sees itself and the ``sliding_window - 1`` before it; 0 is no window."""
+    soft_cap: float = 0.0
+    """Scores become ``cap * tanh(score / cap)``; 0 is none."""
+    rotary_dim: int = 0
+    """Leading dimensions of a head that rotate; 0 is none."""
+
+
+@dataclass(kw_only=True, slots=True)
+class AttentionMetadata:
+    """Describes the T tokens of one step, S sequences one after another, for one KV-cache group.
+
+    All tensors live on the device; their storage may be reused by the next step.
+    """
+
+    query_start: torch.Tensor
+    """int32 [S + 1]: sequence s owns tokens query_start[s] to query_start[s + 1] - 1."""
+    sequence_lengths: torch.Tensor
+    """int32 [S]: tokens in the cache after this step, computed ones and these."""
+    block_table: torch.Tensor
+    """int32 [S, max_blocks]: cache blocks of each sequence in order; the entries past its length are undefined."""
+    slot_mapping: torch.Tensor
+    """int64 [T]: block * block_size + offset where each token's key and value go; -1 writes nothing."""
+    max_query_length: int
+    max_sequence_length: int
+    query_start_list: list[int]
+    """``query_start`` on the host."""
+    sequence_lengths_list: list[int]
+    """``sequence_lengths`` on the host."""
+
+
+class AttentionBackend(Protocol):
+    """One attention layer's arithmetic. Built once a layer; the cache tensor is handed in at each call."""
+
+    def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """Shape of one layer's cache tensor, keys and values together."""
+
+    def rotate_and_attend(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Rotate queries and keys, write keys and values to the cache, attend.
+
+        ``qkv`` [T, (num_heads + 2 * num_kv_heads) * head_dim], may be overwritten; ``positions`` int64 [T];
+        ``cos_sin`` fp32 [max_position, rotary_dim]: cosines, then sines, each rotary_dim / 2 (rotate-half
+        convention), None for no rotation; ``kv_cache`` of ``kv_cache_shape``. Returns [T, num_heads * head_dim].
+        """

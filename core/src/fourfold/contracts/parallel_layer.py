@@ -1,0 +1,39 @@
+"""The parallel-layer contract: how one kind of layer is cut over the ranks of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from fourfold.contracts.linear_method import LinearWeight
+
+LayerKind = Literal["column", "row", "merged_column", "qkv", "vocab_embedding", "head", "moe"]
+
+
+class ParallelLayer(Protocol):
+    """A layer that holds this rank's shard, loads it from whole checkpoint tensors, and is called with activations."""
+
+    def load(self, parameter: str, tensor: TensorSlices) -> None:
+        """Take this rank's part of checkpoint tensor ``parameter`` (the layer's own name for it, as ``weight``, ``q.weight``)."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class VocabularyLayer(ParallelLayer, Protocol):
+    """A vocabulary embedding: its storage may serve the head as well."""
+
+    @property
+    def weight(self) -> LinearWeight:
+        """This rank's rows, padding included."""
+
+
+class TensorSlices(Protocol):
+    """A checkpoint tensor that is read only where it is indexed, so that a rank touches only its slices."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor: ...

@@ -1,0 +1,1 @@
+"""The process groups of one rank, handed out by one explicit object."""

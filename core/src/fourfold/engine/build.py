@@ -1,0 +1,86 @@
+"""Assembles one engine: executor, loaded workers, a cache that fits, and the core that drives them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from fourfold.checkpoints.progress import NoProgress
+from fourfold.checkpoints.resolve import describe_checkpoint
+from fourfold.config.engine_config import EngineConfig
+from fourfold.engine.cache_plan import plan_cache
+from fourfold.engine.engine_core import EngineCore
+from fourfold.engine.executor_client import ExecutorClient
+from fourfold.entries import ExecutorContext, SchedulerContext
+from fourfold.errors import EngineError, WorkerError
+from fourfold.messages import EngineReady
+from fourfold.plugins import PluginRegistry
+from fourfold.selection import select
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuiltEngine:
+    """An engine that has done a real forward pass."""
+
+    core: EngineCore
+    ready: EngineReady
+
+
+def build_engine(config: EngineConfig, registry: PluginRegistry, *, dp_rank: int = 0) -> BuiltEngine:
+    """Start the ranks, load the model, size the cache, warm up.
+
+    Raises what went wrong, after ending the ranks: ConfigError and PluginError for what the user can change,
+    EngineError for a rank that failed.
+    """
+    description = describe_checkpoint(config.model, registry, NoProgress())
+    scheduler = select("scheduler", registry.schedulers(), config.backends.scheduler, config)
+    executor = select("executor", registry.executors(), config.backends.executor, config)
+    logger.info("%s; %s", executor.reason, scheduler.reason)
+    context = ExecutorContext(config=config, layout=config.parallel.layout, dp_rank=dp_rank)
+    client = ExecutorClient(executor.entry.build(context), config)
+    try:
+        client.on_failure(lambda error: _tell_lost(registry, error))
+        workers = client.load()
+        max_model_len = config.model.max_model_len or description.max_model_len
+        plan = plan_cache(workers, config.cache, max_model_len=max_model_len)
+        client.initialize_cache(plan.cache)
+        client.warm_up()
+        core = EngineCore(
+            config,
+            client,
+            kv_cache=plan.cache,
+            max_model_len=max_model_len,
+            vocabulary_size=description.vocab_size,
+            policy=scheduler.entry.build(SchedulerContext(config=config)),
+            events=registry.events,
+        )
+    except BaseException:
+        _shut_down(client)
+        raise
+    ready = EngineReady(
+        engine=dp_rank,
+        incarnation=0,
+        num_blocks=plan.cache.num_blocks,
+        kv_cache_tokens=plan.tokens,
+        kv_cache_bytes=plan.bytes_per_rank,
+        max_model_len=max_model_len,
+        device=workers[0].device,
+        dtype=workers[0].dtype,
+        backends={"executor": executor.entry.name, "scheduler": scheduler.entry.name, **workers[0].backends},
+    )
+    return BuiltEngine(core=core, ready=ready)
+
+
+def _tell_lost(registry: PluginRegistry, error: EngineError) -> None:
+    if isinstance(error, WorkerError):
+        registry.events.worker_lost(error.rank, str(error))
+
+
+def _shut_down(client: ExecutorClient) -> None:
+    """End the ranks of an engine that could not be built, without hiding why."""
+    try:
+        client.shutdown()
+    except Exception:
+        logger.exception("the ranks of an engine that could not be built did not end cleanly")

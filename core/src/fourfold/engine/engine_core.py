@@ -1,0 +1,227 @@
+"""The engine core: takes requests, keeps steps in the air, hands out what they bring. Knows no socket and no model."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+from time import perf_counter, time
+from typing import Protocol
+
+from fourfold.config.engine_config import EngineConfig
+from fourfold.contracts.kv_cache_spec import KVCacheConfig
+from fourfold.contracts.scheduling_policy import SchedulingPolicy
+from fourfold.engine.kv_cache_manager import KVCacheManager, request_capacity
+from fourfold.engine.request import Request
+from fourfold.engine.scheduler import Batch, Scheduler, failure
+from fourfold.errors import EngineError, RequestError, RpcTimeout
+from fourfold.messages import AddRequest, EngineStats, FinishReason, RequestOutput, StepMessage, StepOutput
+
+_GRACE = 1.0
+"""Seconds beyond the deadline of a step, so that the executor, which knows the missing ranks, is first to report."""
+
+
+class StepClient(Protocol):
+    """What the core needs of ``fourfold.engine.executor_client.ExecutorClient``."""
+
+    @property
+    def max_in_flight(self) -> int:
+        """Steps that may be started before the first one's result is taken."""
+
+    def execute_model(self, message: StepMessage) -> Future[StepOutput]:
+        """Start a step; steps run in the order of calls."""
+
+    def shutdown(self) -> None:
+        """End all workers."""
+
+
+class Events(Protocol):
+    """What the core tells plugins."""
+
+    def step_finished(self, stats: EngineStats) -> None:
+        """After every step."""
+
+    def request_finished(self, output: RequestOutput) -> None:
+        """After a request's last output."""
+
+
+class EngineCore:
+    """Drives one executor. One thread calls it; ``step`` is the only method that waits."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        client: StepClient,
+        *,
+        kv_cache: KVCacheConfig,
+        max_model_len: int,
+        vocabulary_size: int,
+        policy: SchedulingPolicy,
+        events: Events | None = None,
+    ) -> None:
+        scheduler = config.scheduler
+        self._client = client
+        self._events = events
+        self._max_model_len = max_model_len
+        self._vocabulary_size = vocabulary_size
+        self._max_num_waiting = scheduler.max_num_waiting
+        self._depth = client.max_in_flight
+        self._rpc_timeout = config.timeouts.rpc_timeout
+        self._num_workers = config.parallel.layout.engine_world_size
+        self._capacity = request_capacity(kv_cache) or max_model_len
+        self._scheduler = Scheduler(
+            cache=KVCacheManager(kv_cache, prefix_caching=config.cache.prefix_caching),
+            policy=policy,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            num_slots=scheduler.num_slots,
+            # The stages of a pipeline each work on another batch; a request's next token needs all of them.
+            overlap=config.parallel.pipeline_parallel_size == 1,
+        )
+        self._in_flight: deque[tuple[Batch, Future[StepOutput], float]] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` has something to do."""
+        return bool(self._scheduler.requests or self._in_flight)
+
+    @property
+    def stats(self) -> EngineStats:
+        """The engine as it stands. One object, brought up to date at each access."""
+        return self._scheduler.snapshot()
+
+    def add(self, request: AddRequest) -> RequestOutput | None:
+        """Queue a request. Returns its only output if it is refused: status 400 for what can never run, 429 when
+        too many wait. A request of the same id is not affected.
+        """
+        scheduler = self._scheduler
+        try:
+            self._check(request)
+        except RequestError as error:
+            return failure(request.request_id, str(error), error.status)
+        num_prompt = len(request.prompt_token_ids)
+        limit = self._max_model_len
+        if request.sampling.max_tokens is not None:
+            limit = min(limit, num_prompt + request.sampling.max_tokens)
+        # The last token is never computed itself, so it needs no place in the cache. A request that outgrows the
+        # whole cache ends there with LENGTH, as at the end of the context.
+        scheduler.add(Request(request, max_total=min(limit, self._capacity + 1)))
+        return None
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests without another output; ids that are unknown or ended are ignored."""
+        for request_id in request_ids:
+            request = self._scheduler.requests.get(request_id)
+            if request is not None:
+                self._scheduler.finish(request)
+                output = RequestOutput(request_id=request_id, finish_reason=FinishReason.ABORT)
+                self._tell_finished({request.client: [output]})
+
+    def step(self) -> dict[int, list[RequestOutput]]:
+        """Fill the air with steps, wait for the oldest, and return what it brought: client -> outputs.
+
+        Raises what ended the step: WorkerError, RpcTimeout, ExecutorFailed, ExecutorClosed. Then ``fail_all``.
+        """
+        started = perf_counter()
+        waited = self._launch()
+        if not self._in_flight:
+            if self.has_work:
+                raise EngineError(f"{len(self._scheduler.requests)} requests wait and none can start")
+            return {}
+        waiting_since = perf_counter()
+        batch, future, deadline = self._in_flight[0]
+        try:
+            output = future.result(max(0.0, deadline - waiting_since))
+        except TimeoutError as error:
+            if isinstance(error, EngineError):
+                raise
+            raise RpcTimeout("execute_model", self._rpc_timeout, range(self._num_workers)) from error
+        waited += perf_counter() - waiting_since
+        outputs = self._scheduler.update(batch, output)
+        self._in_flight.popleft()
+        self._count(started, min(waited, output.forward_seconds))
+        if self._events is not None:
+            self._tell_finished(outputs)
+            self._events.step_finished(self.stats)
+        return outputs
+
+    def fail_all(self, message: str) -> dict[int, list[RequestOutput]]:
+        """End every request with an error, and forget the steps in the air: client -> outputs. For a broken engine."""
+        scheduler = self._scheduler
+        outputs: dict[int, list[RequestOutput]] = {}
+        for request in list(scheduler.requests.values()):
+            scheduler.finish(request)
+            outputs.setdefault(request.client, []).append(failure(request.request_id, message))
+        while self._in_flight:
+            scheduler.drop(self._in_flight.popleft()[0])
+        self._tell_finished(outputs)
+        return outputs
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; running requests go on."""
+        self._scheduler.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """End the workers; idempotent."""
+        self._client.shutdown()
+
+    def _launch(self) -> float:
+        """Send steps until the air is full; returns seconds in the executor, which may compute at once."""
+        waited = 0.0
+        while len(self._in_flight) < self._depth:
+            batch = self._scheduler.schedule()
+            if batch is None:
+                break
+            sent = perf_counter()
+            try:
+                future = self._client.execute_model(batch.message)
+            except EngineError as error:  # comes out in its turn, after the steps before it
+                future = Future()
+                future.set_exception(error)
+            waited += perf_counter() - sent
+            self._in_flight.append((batch, future, sent + self._rpc_timeout + _GRACE))
+        return waited
+
+    def _check(self, request: AddRequest) -> None:
+        scheduler = self._scheduler
+        if request.request_id in scheduler.requests:
+            raise RequestError(f"there is a request called {request.request_id!r} already; choose another id")
+        if scheduler.num_waiting >= self._max_num_waiting + scheduler.num_vacant:
+            raise RequestError(f"{scheduler.num_waiting} requests are waiting; try again later", status=429)
+        prompt = request.prompt_token_ids
+        if not prompt:
+            raise RequestError("the prompt is empty; it needs a token", parameter="prompt")
+        if len(prompt) >= self._max_model_len:
+            raise RequestError(
+                f"the context is {self._max_model_len} tokens and the prompt has {len(prompt)}; it must leave room for "
+                "one token of output",
+                parameter="prompt",
+                code="context_length_exceeded",
+            )
+        if len(prompt) > self._capacity:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens and the KV cache holds {self._capacity}", parameter="prompt"
+            )
+        if min(prompt) < 0 or max(prompt) >= self._vocabulary_size:
+            worst = min(prompt) if min(prompt) < 0 else max(prompt)
+            raise RequestError(
+                f"the prompt has token id {worst}; the vocabulary is 0 to {self._vocabulary_size - 1}",
+                parameter="prompt",
+            )
+        request.sampling.check_vocabulary(self._vocabulary_size)
+
+    def _count(self, started: float, forward_seconds: float) -> None:
+        stats = self._scheduler.stats
+        elapsed = perf_counter() - started
+        stats.num_steps += 1
+        stats.last_step_time = time()
+        stats.step_seconds += elapsed
+        stats.overhead_seconds += elapsed - forward_seconds
+
+    def _tell_finished(self, outputs: dict[int, list[RequestOutput]]) -> None:
+        if self._events is None:
+            return
+        for group in outputs.values():
+            for output in group:
+                if output.finish_reason is not None:
+                    self._events.request_finished(output)

@@ -1,0 +1,200 @@
+"""Feeds one engine core from sockets: takes inputs, steps, sends outputs. Knows neither models nor processes."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from fourfold.errors import FourfoldError
+from fourfold.messages import (
+    AbortRequests,
+    AddRequest,
+    CallUtility,
+    EngineInput,
+    EngineMessage,
+    EngineOutputs,
+    EngineStats,
+    FinishReason,
+    RequestOutput,
+    UtilityReply,
+)
+
+logger = logging.getLogger(__name__)
+
+_UTILITIES = frozenset({"reset_prefix_cache"})
+"""Methods of the core that an API server may call."""
+_MAX_INPUTS_PER_STEP = 1024
+"""So that a flood of requests cannot keep running ones from stepping."""
+_MAX_QUEUED_OUTPUTS = 4096
+"""Messages waiting for one API server; some 40 s of steps of 10 ms."""
+_STATS_INTERVAL = 0.25
+"""Seconds after which an API server without outputs hears the stats of a working engine."""
+_RETRY_MILLISECONDS = 500
+
+
+class Core(Protocol):
+    """What the loop needs of an engine core."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+
+    @property
+    def stats(self) -> EngineStats:
+        """The engine as it stands."""
+
+    def add(self, request: AddRequest) -> RequestOutput | None:
+        """Take a request; returns its only output if it is refused."""
+
+    def abort(self, request_ids: list[str]) -> None:
+        """End requests; unknown ids are ignored."""
+
+    def step(self) -> Mapping[int, list[RequestOutput]]:
+        """Advance; returns the outputs of each API server."""
+
+
+class EngineLoop:
+    """Owns the engine's sockets. ``run`` returns after ``stop``, which any thread may call."""
+
+    def __init__(self, core: Core, *, run_directory: Path, engine: int, incarnation: int, num_api_servers: int) -> None:
+        self._core = core
+        self._engine = engine
+        self._incarnation = incarnation
+        self._context = zmq.Context()
+        self._inputs = self._context.socket(zmq.PULL)
+        self._inputs.bind(f"ipc://{run_directory}/engine-{engine}")
+        self._clients = [
+            _ApiServer(self._context, f"ipc://{run_directory}/api-{index}") for index in range(num_api_servers)
+        ]
+        self._stop_event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poller = zmq.Poller()
+        self._poller.register(self._inputs, zmq.POLLIN)
+        self._poller.register(self._stop_event, zmq.POLLIN)
+        self._decoder = msgspec.msgpack.Decoder(EngineInput)
+        self._stopping = False
+
+    def run(self) -> None:
+        """Serve until ``stop``; whatever the core raises in a step comes out."""
+        while not self._stopping:
+            self._take_inputs()
+            if self._core.has_work:
+                self._send_step(self._core.step())
+            else:
+                self._publish_stats()
+                # Nothing to do until something arrives, but for a client that has yet to hear of its losses.
+                self._poller.poll(_RETRY_MILLISECONDS if any(client.lost for client in self._clients) else None)
+
+    def stop(self) -> None:
+        """Let ``run`` return after the step that it is in."""
+        self._stopping = True
+        os.eventfd_write(self._stop_event, 1)
+
+    def close(self) -> None:
+        """Close the sockets; what was sent still leaves for up to a second."""
+        self._context.destroy(linger=1000)
+        os.close(self._stop_event)
+
+    def _take_inputs(self) -> None:
+        for _ in range(_MAX_INPUTS_PER_STEP):
+            try:
+                frame = self._inputs.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                message = self._decoder.decode(frame)
+            except (msgspec.MsgspecError, FourfoldError) as error:
+                logger.error("dropped an input that cannot be read: %s", error)
+                continue
+            self._handle(message)
+
+    def _handle(self, message: AddRequest | AbortRequests | CallUtility) -> None:
+        if isinstance(message, AbortRequests):
+            self._core.abort(message.request_ids)
+        elif not 0 <= message.client < len(self._clients):
+            logger.error("dropped an input of API server %d, which does not exist", message.client)
+        elif isinstance(message, AddRequest):
+            refusal = self._add(message)
+            if refusal is not None:
+                self._send_outputs(self._clients[message.client], [refusal])
+        else:
+            self._clients[message.client].send(self._call_utility(message))
+
+    def _add(self, request: AddRequest) -> RequestOutput | None:
+        try:
+            return self._core.add(request)
+        except Exception as error:  # one request must not end the others
+            logger.exception("request %s cannot be added", request.request_id)
+            return _failure(request.request_id, f"the engine cannot take this request: {error}")
+
+    def _call_utility(self, call: CallUtility) -> UtilityReply:
+        result: Any = None
+        failure = None
+        if call.method not in _UTILITIES:
+            failure = f"no utility called {call.method!r}; there are: {', '.join(sorted(_UTILITIES))}"
+        else:
+            try:
+                result = getattr(self._core, call.method)(**call.arguments)
+            except Exception as error:  # the caller gets it
+                logger.exception("utility %s failed", call.method)
+                failure = f"{type(error).__name__}: {error}"
+        return UtilityReply(
+            engine=self._engine, incarnation=self._incarnation, call_id=call.call_id, result=result, error=failure
+        )
+
+    def _send_step(self, outputs: Mapping[int, list[RequestOutput]]) -> None:
+        for index, client in enumerate(self._clients):
+            mine = outputs.get(index, [])
+            if mine or client.lost or time.monotonic() - client.last_send > _STATS_INTERVAL:
+                self._send_outputs(client, mine)
+
+    def _publish_stats(self) -> None:
+        """While there is nothing to do: tell who does not know how things stand."""
+        for client in self._clients:
+            if client.lost or client.last_stats != self._core.stats:
+                self._send_outputs(client, [])
+
+    def _send_outputs(self, client: _ApiServer, outputs: list[RequestOutput]) -> None:
+        """Send outputs and stats. Requests whose outputs find no room end, and the client hears of it later."""
+        stats = copy.copy(self._core.stats)
+        lost = [_failure(name, "the API server was too slow to take the outputs") for name in client.lost]
+        message = EngineOutputs(engine=self._engine, incarnation=self._incarnation, outputs=lost + outputs, stats=stats)
+        if client.send(message):
+            client.lost.clear()
+            client.last_stats, client.last_send = stats, time.monotonic()
+        elif outputs:
+            client.lost.update(output.request_id for output in outputs)
+            self._core.abort([output.request_id for output in outputs])
+
+
+class _ApiServer:
+    """The way to one API server, and what it missed."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        self.lost: set[str] = set()
+        """Requests that ended because their outputs could not be sent."""
+        self.last_stats: EngineStats | None = None
+        self.last_send = 0.0
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.set_hwm(_MAX_QUEUED_OUTPUTS)
+        self._socket.connect(address)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def send(self, message: EngineMessage) -> bool:
+        """Send without waiting; False when too many messages wait already."""
+        try:
+            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+
+def _failure(request_id: str, message: str) -> RequestOutput:
+    return RequestOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=message)

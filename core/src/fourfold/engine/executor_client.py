@@ -1,0 +1,98 @@
+"""Speaks to the workers of one engine through any executor, in typed messages. Knows no backend and no tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+import msgspec
+
+from fourfold.config.engine_config import EngineConfig
+from fourfold.contracts.executor import Executor
+from fourfold.contracts.kv_cache_spec import KVCacheConfig
+from fourfold.errors import ConfigError, EngineError
+from fourfold.messages import InitializeCache, StepMessage, StepOutput, WorkerInfo
+
+T = TypeVar("T")
+
+
+class ExecutorClient:
+    """The worker methods of one engine as typed calls, for every executor alike."""
+
+    def __init__(self, executor: Executor, config: EngineConfig) -> None:
+        self._executor = executor
+        self._startup_timeout = config.timeouts.startup_timeout
+        self._rpc_timeout = config.timeouts.rpc_timeout
+        self._encoder = msgspec.msgpack.Encoder()
+        self._step_decoder = msgspec.msgpack.Decoder(StepOutput)
+        self._info_decoder = msgspec.msgpack.Decoder(WorkerInfo)
+        asked = config.scheduler.max_in_flight
+        if asked is not None and asked > executor.max_in_flight:
+            raise ConfigError(
+                f"--max-in-flight is {asked}, and executor {config.backends.executor!r} takes "
+                f"{executor.max_in_flight} at most; lower it or choose another --executor"
+            )
+        self._max_in_flight = asked or executor.max_in_flight
+
+    @property
+    def max_in_flight(self) -> int:
+        """How many steps may be in the air at once."""
+        return self._max_in_flight
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of this engine."""
+        return self._executor.world_size
+
+    def load(self) -> list[WorkerInfo]:
+        """Load the weights on every rank; what each rank says of itself, in rank order."""
+        replies = self._executor.collective_rpc("load", timeout=self._startup_timeout)
+        return [self._info_decoder.decode(reply) for reply in replies]
+
+    def initialize_cache(self, cache: KVCacheConfig) -> None:
+        """Allocate the KV cache on every rank."""
+        message = self._encoder.encode(InitializeCache(cache=cache))
+        self._executor.collective_rpc("initialize_cache", args=(message,), timeout=self._startup_timeout)
+
+    def warm_up(self) -> None:
+        """Run a real forward pass on every rank, so that the first request meets nothing cold."""
+        self._executor.collective_rpc("warm_up", timeout=self._startup_timeout)
+
+    def execute_model(self, step: StepMessage) -> Future[StepOutput]:
+        """Start one step; the future holds the output rank's reply, or the error of any rank."""
+        reply = self._executor.collective_rpc(
+            "execute_model",
+            args=(self._encoder.encode(step),),
+            timeout=self._rpc_timeout,
+            reply_rank=self._executor.output_rank,
+            non_block=True,
+        )
+        return _decoded(reply, self._step_decoder.decode)
+
+    def check_health(self, timeout: float) -> None:
+        """Return when every rank has answered within ``timeout`` seconds; raises as ``collective_rpc`` does."""
+        self._executor.collective_rpc("check_health", timeout=timeout)
+
+    def on_failure(self, callback: Callable[[EngineError], None]) -> None:
+        """Call back once when the executor breaks for good; at once if it already has."""
+        self._executor.on_failure(callback)
+
+    def shutdown(self) -> None:
+        """End all workers; idempotent."""
+        self._executor.shutdown()
+
+
+def _decoded(reply: Future[bytes], decode: Callable[[bytes], T]) -> Future[T]:
+    """A future of the decoded reply that is done when ``reply`` is."""
+    result: Future[T] = Future()
+    result.set_running_or_notify_cancel()  # a step cannot be taken back once the workers have it
+
+    def pass_on(done: Future[bytes]) -> None:
+        try:
+            result.set_result(decode(done.result()))
+        except BaseException as error:  # whatever the reply is, the waiting engine must learn it
+            result.set_exception(error)
+
+    reply.add_done_callback(pass_on)
+    return result

@@ -1,0 +1,100 @@
+"""The engine-core process: ``python -m fourfold.engine.process``, started by the supervisor of a deployment."""
+
+from __future__ import annotations
+
+from fourfold.supervision.parent_watch import MAX_REPORT_BYTES, ParentLink, connect_to_parent
+
+# isort: split
+import argparse
+import gc
+import sys
+import traceback
+from pathlib import Path
+
+import msgspec
+
+from fourfold.errors import CheckpointError, ConfigError, PluginError, WorkerError
+from fourfold.messages import EngineFailed
+from fourfold.supervision.process_title import name_process
+from fourfold.supervision.run_directory import CONFIG_FILE
+
+
+def main() -> None:
+    """Run one engine core until the parent asks it to stop; exits with status 1 on failure, which the parent hears."""
+    link = connect_to_parent()
+    arguments = _parse_arguments()
+    name_process("engine_core", f"DP{arguments.engine}", log_level=arguments.log_level)
+    try:
+        _serve(link, arguments)
+    except Exception as error:
+        link.report(_describe_failure(error, arguments))
+        sys.exit(1)
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m fourfold.engine.process")
+    parser.add_argument("run_directory", type=Path)
+    parser.add_argument("--engine", type=int, required=True)
+    parser.add_argument("--incarnation", type=int, required=True)
+    parser.add_argument("--num-api-servers", type=int, required=True)
+    parser.add_argument("--log-level", required=True)
+    return parser.parse_args()
+
+
+def _serve(link: ParentLink, arguments: argparse.Namespace) -> None:
+    # Here, so that the parent is watched before anything heavy is imported.
+    from fourfold.config.transport import decode_config
+    from fourfold.engine.build import build_engine
+    from fourfold.engine.engine_loop import EngineLoop
+    from fourfold.plugins import load_plugins
+
+    registry = load_plugins()
+    config = decode_config((arguments.run_directory / CONFIG_FILE).read_bytes(), registry)
+    built = build_engine(config, registry, dp_rank=arguments.engine)
+    loop = EngineLoop(
+        built.core,
+        run_directory=arguments.run_directory,
+        engine=arguments.engine,
+        incarnation=arguments.incarnation,
+        num_api_servers=arguments.num_api_servers,
+    )
+    link.on_stop(loop.stop)
+    # What lives now lives for good: the collector need not look at it again in the middle of a step.
+    gc.collect()
+    gc.freeze()
+    ready = msgspec.structs.replace(built.ready, engine=arguments.engine, incarnation=arguments.incarnation)
+    link.report(msgspec.msgpack.encode(ready))
+    registry.events.engine_started(ready)
+    try:
+        loop.run()
+    finally:
+        registry.events.engine_stopped(ready)
+        loop.close()
+        built.core.shutdown()
+
+
+def _describe_failure(error: Exception, arguments: argparse.Namespace) -> bytes:
+    # Half of what a report holds for the traceback, whose end matters most, and an eighth for the message.
+    refused = _is_refusal(error)
+    trace = "" if refused else "".join(traceback.format_exception(error))[-MAX_REPORT_BYTES // 2 :]
+    message = str(error) if refused else f"{type(error).__name__}: {error}"
+    return msgspec.msgpack.encode(
+        EngineFailed(
+            engine=arguments.engine,
+            incarnation=arguments.incarnation,
+            message=message[: MAX_REPORT_BYTES // 8],
+            traceback=trace,
+            refused=refused,
+        )
+    )
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether the user can change what is wrong; an error of a worker travels by the name of its type."""
+    if isinstance(error, WorkerError):
+        return error.type_name in {ConfigError.__name__, CheckpointError.__name__, PluginError.__name__}
+    return isinstance(error, ConfigError | PluginError)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""What offer hooks return: a name, how to build the thing, and what it suits. Frozen, and free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from fourfold.contracts.parallel_layer import LayerKind
+
+if TYPE_CHECKING:
+    import torch
+
+    from fourfold.config.engine_config import EngineConfig
+    from fourfold.contracts.attention_backend import AttentionBackend, AttentionSpec
+    from fourfold.contracts.checkpoint import CheckpointFormat, CheckpointSource
+    from fourfold.contracts.communicator import Communicator
+    from fourfold.contracts.executor import Executor
+    from fourfold.contracts.linear_method import LinearMethod, LinearWeight
+    from fourfold.contracts.load_balancer import LoadBalancer
+    from fourfold.contracts.operators import Operators
+    from fourfold.contracts.parallel_layer import ParallelLayer
+    from fourfold.contracts.scheduling_policy import SchedulingPolicy
+    from fourfold.contracts.tokenizer import Tokenizer
+    from fourfold.layout import ParallelLayout
+    from fourfold.models.description import ModelDescription
+
+Product = TypeVar("Product", covariant=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suitability:
+    """How well an entry suits a config. ``auto`` takes the highest score; 0 cannot run here."""
+
+    score: int
+    reason: str
+    """One line, without a stop; for score 0 also what to do about it."""
+
+
+def always_suits(config: EngineConfig) -> Suitability:
+    """The default: can run, and anything better is preferred."""
+    return Suitability(score=1, reason="runs anywhere")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry(Generic[Product]):
+    """One named thing that a plugin offers."""
+
+    name: str
+    """Lowercase letters, digits and underscores; what a user types."""
+    build: Callable[[Any], Product]
+    """Called with one context object; heavy imports belong inside."""
+    summary: str = ""
+    """One line for ``fourfold plugins``."""
+    capabilities: frozenset[str] = field(default_factory=frozenset)
+    """Claims that the conformance kit tests both ways."""
+    suits: Callable[[EngineConfig], Suitability] = always_suits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExecutorContext:
+    """What an executor needs to start its ranks."""
+
+    config: EngineConfig
+    layout: ParallelLayout
+    worker: str = "fourfold.worker.worker:Worker"
+    """``module:qualname``, called with a WorkerContext on every rank."""
+    dp_rank: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerContext:
+    """What a worker needs to be built, on its own rank."""
+
+    config: EngineConfig
+    layout: ParallelLayout
+    rank: int
+    """Within the engine: 0 to TP x PP - 1."""
+    local_rank: int = 0
+    dp_rank: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommunicatorContext:
+    """What a communicator needs to connect the ranks of one group."""
+
+    group: str
+    """``tp``, ``pp``, ``dp`` or ``ep``."""
+    ranks: tuple[int, ...]
+    """Global ranks of the group, in order."""
+    rank: int
+    """This process' rank in the group."""
+    device: torch.device
+    store: Any
+    """A torch.distributed Store that all ranks of the group reach."""
+    timeout: float
+    """Seconds for the rendezvous and for every collective."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComputeContext:
+    """What linear methods and operators need."""
+
+    config: EngineConfig
+    device: torch.device
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionContext:
+    """What an attention backend needs for one layer."""
+
+    config: EngineConfig
+    device: torch.device
+    dtype: torch.dtype
+    spec: AttentionSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelLayerContext:
+    """What a parallel layer needs. ``sizes`` are the whole layer's, before the cut."""
+
+    config: EngineConfig
+    device: torch.device
+    dtype: torch.dtype
+    rank: int
+    world_size: int
+    communicator: Communicator | None
+    """None when ``world_size`` is 1."""
+    linear_method: LinearMethod
+    in_features: int
+    out_sizes: tuple[int, ...]
+    """Output features: one number; one a part for merged_column; (heads, kv heads, head_dim) for qkv."""
+    bias: bool = False
+    in_heads: tuple[int, int, int] | None = None
+    """Row layers whose input is the output of attention: its (heads, kv heads, head_dim), cut as qkv cuts them."""
+    tied_weight: LinearWeight | None = None
+    """A head of tied embeddings: the vocabulary embedding's storage, used in place of an own one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadBalancerContext:
+    """What a load balancer needs."""
+
+    num_engines: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointContext:
+    """What checkpoint sources and formats need."""
+
+    cache_folder: str
+    """Where conversions are kept."""
+    describe: Callable[[Mapping[str, Any]], ModelDescription]
+    """Turns a config.json into a description, through the installed models."""
+    seed: int = 0
+    """Of dummy weights."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerContext:
+    """What a tokenizer needs."""
+
+    folder: str
+    """A prepared checkpoint folder."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerContext:
+    """What a scheduling policy needs."""
+
+    config: EngineConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutorEntry(Entry["Executor"]):
+    """``build(ExecutorContext) -> Executor``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicatorEntry(Entry["Communicator"]):
+    """``build(CommunicatorContext) -> Communicator``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelLayerEntry(Entry["ParallelLayer"]):
+    """``build(ParallelLayerContext) -> ParallelLayer``; names are unique within a kind."""
+
+    kind: LayerKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadBalancerEntry(Entry["LoadBalancer"]):
+    """``build(LoadBalancerContext) -> LoadBalancer``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearMethodEntry(Entry["LinearMethod"]):
+    """``build(ComputeContext) -> LinearMethod``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionBackendEntry(Entry["AttentionBackend"]):
+    """``build(AttentionContext) -> AttentionBackend``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorsEntry(Entry["Operators"]):
+    """``build(ComputeContext) -> Operators``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllToAllEntry(Entry[Any]):
+    """Wires tokens to experts; its contract comes with the moe layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsEntry(Entry[Any]):
+    """The arithmetic of experts; its contract comes with the moe layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertPlacementEntry(Entry[Any]):
+    """Which rank holds which expert; its contract comes with the moe layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RebalancerEntry(Entry[Any]):
+    """Replicates hot experts; its contract comes with the moe layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelEntry(Entry[Any]):
+    """``build(config.json as dict) -> fourfold.models.description.ModelDescription``; ``name`` is the architecture."""
+
+    architectures: tuple[str, ...]
+    """Values of ``architectures`` in config.json that this entry reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFormatEntry(Entry["CheckpointFormat"]):
+    """``build(CheckpointContext) -> CheckpointFormat``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSourceEntry(Entry["CheckpointSource"]):
+    """``build(CheckpointContext) -> CheckpointSource``; asked in order of ``order``, then name."""
+
+    order: int = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerEntry(Entry["Tokenizer"]):
+    """``build(TokenizerContext) -> Tokenizer``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerEntry(Entry["SchedulingPolicy"]):
+    """``build(SchedulerContext) -> SchedulingPolicy``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolParserEntry(Entry[Any]):
+    """Finds tool calls in generated text; ``build(None)`` returns the parser."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasoningParserEntry(Entry[Any]):
+    """Separates reasoning from the answer; ``build(None)`` returns the parser."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutesEntry(Entry[Any]):
+    """``build(application state) -> fastapi.APIRouter``, mounted by the API server."""

@@ -1,0 +1,266 @@
+"""Offers that place and connect work: executors, communicators, cuts, orders, and the parts of expert layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fourfold.markers import hookspec
+
+if TYPE_CHECKING:
+    from fourfold.entries import (
+        AllToAllEntry,
+        CommunicatorEntry,
+        ExecutorEntry,
+        ExpertPlacementEntry,
+        ExpertsEntry,
+        LoadBalancerEntry,
+        ParallelLayerEntry,
+        RebalancerEntry,
+        SchedulerEntry,
+    )
+
+
+@hookspec
+def fourfold_executors() -> list[ExecutorEntry]:
+    """Offer executors, each under a name for ``--executor``: who starts and calls the ranks of one engine.
+
+    Called once in every process, when plugins are loaded and before any device is touched. Import what an executor
+    needs inside ``build(ExecutorContext)``; it returns a ``fourfold.contracts.executor.Executor``.
+
+    Returns a list of entries. Two plugins that offer one name are an error.
+
+    Example::
+
+        from fourfold import hookimpl
+        from fourfold.entries import ExecutorEntry
+
+
+        def build(context):
+            from my_plugin.executor import SlurmExecutor
+
+            return SlurmExecutor(context)
+
+
+        @hookimpl
+        def fourfold_executors():
+            return [ExecutorEntry(name="slurm", build=build, summary="one srun step a rank")]
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def fourfold_communicators() -> list[CommunicatorEntry]:
+    """Offer communicators, each under a name for ``--comm``: who moves tensors between the ranks of a group.
+
+    Called once in every process, when plugins are loaded. ``build(CommunicatorContext)`` runs on every rank of a group
+    at once and returns a ``fourfold.contracts.communicator.Communicator``.
+
+    Returns a list of entries. Two plugins that offer one name are an error.
+
+    Example::
+
+        from fourfold import hookimpl
+        from fourfold.entries import CommunicatorEntry
+
+
+        def build(context):
+            from my_plugin.communicator import UcxCommunicator
+
+            return UcxCommunicator(context.store, context.rank, context.ranks)
+
+
+        @hookimpl
+        def fourfold_communicators():
+            return [CommunicatorEntry(name="ucx", build=build, capabilities=frozenset({"deterministic"}))]
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def fourfold_parallel_layers() -> list[ParallelLayerEntry]:
+    """Offer parallel layers, by kind and name for ``--parallel-layer``: how a layer is cut over the ranks.
+
+    Called once in every process, when plugins are loaded. ``build(ParallelLayerContext)`` runs once a layer and
+    returns a ``fourfold.contracts.parallel_layer.ParallelLayer``.
+
+    Returns a list of entries. Names are unique within a ``kind``.
+
+    Example::
+
+        from fourfold import hookimpl
+        from fourfold.entries import ParallelLayerEntry
+
+
+        def build(context):
+            from my_plugin.moe import ExpertParallelLayer
+
+            return ExpertParallelLayer(context)
+
+
+        @hookimpl
+        def fourfold_parallel_layers():
+            return [ParallelLayerEntry(name="ep", kind="moe", build=build, summary="experts spread over TP x DP")]
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def fourfold_load_balancers() -> list[LoadBalancerEntry]:
+    """Offer load balancers, each under a name for ``--load-balancer``: which engine takes a request.
+
+    Called once in every process, when plugins are loaded. ``build(LoadBalancerContext)`` runs in every API server and
+    returns a ``fourfold.contracts.load_balancer.LoadBalancer``.
+
+    Returns a list of entries. Two plugins that offer one name are an error.
+
+    Example::
+
+        from fourfold import hookimpl
+        from fourfold.entries import LoadBalancerEntry
+
+
+        class FirstReady:
+            def choose(self, request, loads):
+                return loads[0].engine
+
+
+        @hookimpl
+        def fourfold_load_balancers():
+            return [LoadBalancerEntry(name="first_ready", build=lambda context: FirstReady())]
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def fourfold_schedulers() -> list[SchedulerEntry]:
+    """Offer scheduling policies, each under a name for ``--scheduler``: the order of requests.
+
+    Called once in every process, when plugins are loaded. ``build(SchedulerContext)`` runs in the engine core and
+    returns a ``fourfold.contracts.scheduling_policy.SchedulingPolicy``.
+
+    Returns a list of entries. Two plugins that offer one name are an error.
+
+    Example::
+
+        from fourfold import hookimpl
+        from fourfold.entries import SchedulerEntry
+
+
+        class LastComeFirstServed:
+            def key(self, request):
+                return (-request.arrival_time,)
+
+
+        @hookimpl
+        def fourfold_schedulers():
+            return [SchedulerEntry(name="lcfs", build=lambda context: LastComeFirstServed())]
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def fourfold_all_to_alls() -> list[AllToAllEntry]:
+    """Offer all-to-alls: the wire that carries tokens to the ranks of their experts and back.
+
+    Called once in every process, when plugins are loaded; ``build`` runs on every rank of an EP group.
+
+    Returns a list of entries. Two plugins that offer one name are an error.
+
+    Example::
+
+        from fourfold import hookimpl
+        from fourfold.entries import AllToAllEntry
+
+
+        def build(context):
+            from my_plugin.all_to_all import PeerMemoryAllToAll
+
+            return PeerMemoryAllToAll(context)
+
+
+        @hookimpl
+        def fourfold_all_to_alls():
+            return [AllToAllEntry(name="peer_memory", build=build, summary="writes to the peers' memory")]
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def fourfold_experts() -> list[ExpertsEntry]:
+    """Offer experts: the arithmetic of the experts that a rank holds, on tokens that have arrived.
+
+    Called once in every process, when plugins are loaded; ``build`` runs on every rank.
+
+    Returns a list of entries. Two plugins that offer one name are an error.
+
+    Example::
+
+        from fourfold import hookimpl
+        from fourfold.entries import ExpertsEntry
+
+
+        def build(context):
+            from my_plugin.experts import GroupedExperts
+
+            return GroupedExperts(context)
+
+
+        @hookimpl
+        def fourfold_experts():
+            return [ExpertsEntry(name="grouped", build=build, summary="one grouped product for all experts")]
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def fourfold_expert_placements() -> list[ExpertPlacementEntry]:
+    """Offer expert placements: which rank holds which expert at the start.
+
+    Called once in every process, when plugins are loaded; ``build`` runs on every rank and must give all of them the
+    same answer.
+
+    Returns a list of entries. Two plugins that offer one name are an error.
+
+    Example::
+
+        from fourfold import hookimpl
+        from fourfold.entries import ExpertPlacementEntry
+
+
+        def build(context):
+            return lambda num_experts, num_ranks: [expert % num_ranks for expert in range(num_experts)]
+
+
+        @hookimpl
+        def fourfold_expert_placements():
+            return [ExpertPlacementEntry(name="round_robin", build=build, summary="expert e on rank e mod R")]
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def fourfold_rebalancers() -> list[RebalancerEntry]:
+    """Offer rebalancers: who decides which experts get copies when some are hotter than others.
+
+    Called once in every process, when plugins are loaded; ``build`` runs on every rank and must give all of them the
+    same answer.
+
+    Returns a list of entries. Two plugins that offer one name are an error.
+
+    Example::
+
+        from fourfold import hookimpl
+        from fourfold.entries import RebalancerEntry
+
+
+        def build(context):
+            from my_plugin.rebalancer import HottestFirst
+
+            return HottestFirst(context)
+
+
+        @hookimpl
+        def fourfold_rebalancers():
+            return [RebalancerEntry(name="hottest_first", build=build, summary="copies the hottest experts")]
+    """
+    raise NotImplementedError

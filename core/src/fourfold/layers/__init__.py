@@ -1,0 +1,1 @@
+"""Layers as one rank holds them: how they are cut, and the torch twins of their arithmetic."""

@@ -1,0 +1,161 @@
+"""Linear layers cut over the ranks of a group. Cutting only: the arithmetic is the linear method's.
+
+[T, in] -> [T, out] in the dtype of the input; T is tokens. Column layers return this rank's outputs, the row layer takes
+this rank's inputs and returns the sum over the ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fourfold.layers.partition import HeadCut, cut_features, cut_heads
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fourfold.contracts.linear_method import LinearMethod, LinearWeight
+    from fourfold.contracts.parallel_layer import TensorSlices
+    from fourfold.entries import ParallelLayerContext
+
+
+class MergedColumnParallelLinear:
+    """Several column layers in one product; each part is cut by itself, so a rank's outputs are part by part.
+
+    Parameters are ``0.weight``, ``0.bias``, ``1.weight`` and so on.
+    """
+
+    def __init__(self, context: ParallelLayerContext) -> None:
+        self._method = context.linear_method
+        self._parts = [cut_features(size, context.rank, context.world_size) for size in context.out_sizes]
+        self._weight = _create(context, context.in_features, sum(map(len, self._parts)), bias=context.bias)
+
+    def load(self, parameter: str, tensor: TensorSlices) -> None:
+        """Take this rank's rows of one part."""
+        part, _, kind = parameter.partition(".")
+        index = int(part)
+        rows = self._parts[index]
+        first = sum(map(len, self._parts[:index]))
+        _load_rows(self._method, self._weight, kind, tensor, rows, first)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._method.apply(self._weight, x)
+
+
+class ColumnParallelLinear:
+    """Output features cut over the ranks. Parameters are ``weight`` and ``bias``."""
+
+    def __init__(self, context: ParallelLayerContext) -> None:
+        self._merged = MergedColumnParallelLinear(context)
+
+    def load(self, parameter: str, tensor: TensorSlices) -> None:
+        """Take this rank's rows."""
+        self._merged.load(f"0.{parameter}", tensor)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._merged(x)
+
+
+class QKVParallelLinear:
+    """Queries, keys and values in one product, cut by heads. Parameters are ``q.weight``, ``k.bias`` and so on."""
+
+    def __init__(self, context: ParallelLayerContext) -> None:
+        num_heads, num_kv_heads, head_dim = context.out_sizes
+        self._method = context.linear_method
+        self._head_dim = head_dim
+        self._cut = cut_heads(num_heads, num_kv_heads, context.rank, context.world_size)
+        local_heads = self._cut.num_heads + 2 * self._cut.num_kv_heads
+        self._weight = _create(context, context.in_features, local_heads * head_dim, bias=context.bias)
+
+    def load(self, parameter: str, tensor: TensorSlices) -> None:
+        """Take this rank's heads."""
+        part, _, kind = parameter.partition(".")
+        cut, dim = self._cut, self._head_dim
+        if part == "q":
+            for first_slot, heads in cut.runs():
+                self._load_heads(kind, tensor, heads, first_slot)
+            for slot, head in enumerate(cut.slots):
+                if head is None:
+                    self._clear_slot(kind, tensor, slot)
+            return
+        first = cut.num_heads + (cut.num_kv_heads if part == "v" else 0)
+        _load_rows(
+            self._method, self._weight, kind, tensor, range(cut.kv_heads[0] * dim, cut.kv_heads.stop * dim), first * dim
+        )
+
+    def _load_heads(self, kind: str, tensor: TensorSlices, heads: range, first_slot: int) -> None:
+        dim = self._head_dim
+        rows = range(heads.start * dim, heads.stop * dim)
+        _load_rows(self._method, self._weight, kind, tensor, rows, first_slot * dim)
+
+    def _clear_slot(self, kind: str, tensor: TensorSlices, slot: int) -> None:
+        first = slot * self._head_dim
+        if kind == "bias":
+            self._method.load_bias(self._weight, torch.zeros(self._head_dim), first_row=first)
+        else:
+            zeros = torch.zeros(self._head_dim, tensor.shape[1])
+            self._method.load_shard(self._weight, zeros, first_row=first)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._method.apply(self._weight, x)
+
+
+class RowParallelLinear:
+    """Input features cut over the ranks, results summed. Parameters are ``weight`` and ``bias``.
+
+    The cut of the input follows ``in_heads`` of the context where the input is the output of attention.
+    """
+
+    def __init__(self, context: ParallelLayerContext) -> None:
+        self._method = context.linear_method
+        self._communicator = context.communicator
+        self._columns, width = _input_columns(context)
+        # The bias is added once: by the first rank.
+        self._has_bias = context.bias and context.rank == 0
+        self._weight = _create(context, width, context.out_sizes[0], bias=self._has_bias)
+
+    def load(self, parameter: str, tensor: TensorSlices) -> None:
+        """Take this rank's columns."""
+        if parameter == "bias":
+            if self._has_bias:
+                self._method.load_bias(self._weight, tensor[:], first_row=0)
+            return
+        width = self._weight.in_features
+        if len(self._columns) == 1 and len(self._columns[0][1]) == width:
+            columns = self._columns[0][1]
+            self._method.load_shard(self._weight, tensor[:, columns.start : columns.stop], first_row=0)
+            return
+        local = torch.zeros(tensor.shape[0], width)
+        for first, columns in self._columns:
+            local[:, first : first + len(columns)] = tensor[:, columns.start : columns.stop]
+        self._method.load_shard(self._weight, local, first_row=0)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = self._method.apply(self._weight, x)
+        if self._communicator is None:
+            return out
+        return self._communicator.all_reduce(out)
+
+
+def _input_columns(context: ParallelLayerContext) -> tuple[Sequence[tuple[int, range]], int]:
+    """((first local column, columns of the whole), ...) and the local width."""
+    if context.in_heads is None:
+        columns = cut_features(context.in_features, context.rank, context.world_size)
+        return [(0, columns)], len(columns)
+    num_heads, num_kv_heads, head_dim = context.in_heads
+    cut: HeadCut = cut_heads(num_heads, num_kv_heads, context.rank, context.world_size)
+    stretches = [(slot * head_dim, range(heads.start * head_dim, heads.stop * head_dim)) for slot, heads in cut.runs()]
+    return stretches, cut.num_heads * head_dim
+
+
+def _create(context: ParallelLayerContext, in_features: int, out_features: int, *, bias: bool) -> LinearWeight:
+    return context.linear_method.create(in_features, out_features, bias=bias, dtype=context.dtype)
+
+
+def _load_rows(
+    method: LinearMethod, weight: LinearWeight, kind: str, tensor: TensorSlices, rows: range, first_row: int
+) -> None:
+    """Store rows of a whole ``weight`` or ``bias`` as rows ``first_row`` onwards of a shard."""
+    store = method.load_bias if kind == "bias" else method.load_shard
+    store(weight, tensor[rows.start : rows.stop], first_row=first_row)

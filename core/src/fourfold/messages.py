@@ -1,0 +1,251 @@
+"""What travels between API servers, engine cores and workers; typed msgpack, no torch, no pickle."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from fourfold.contracts.kv_cache_spec import KVCacheConfig, KVCacheSpec
+from fourfold.sampling_params import SamplingParams
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+# --- API server -> engine core -----------------------------------------------------------------------------------
+
+
+class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
+    """One choice of one request; ``n`` choices are ``n`` of these."""
+
+    request_id: str
+    client: int
+    """The API server that gets the outputs."""
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    """With seed and max_tokens filled in."""
+    eos_token_ids: tuple[int, ...] = ()
+    priority: int = 0
+    arrival_time: float = 0.0
+    """Unix seconds."""
+    cache_salt: str = ""
+    """Only requests of equal salt share prefix-cache blocks."""
+
+
+class AbortRequests(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
+    """Ids that are unknown or ended are ignored."""
+
+    request_ids: list[str]
+
+
+class CallUtility(msgspec.Struct, frozen=True, kw_only=True, tag="utility"):
+    """A named method of the engine core, answered by UtilityReply with the same ``call_id``."""
+
+    client: int
+    call_id: int
+    method: str
+    arguments: dict[str, Any] = {}
+
+
+EngineInput = AddRequest | AbortRequests | CallUtility
+
+
+# --- engine core -> API server -----------------------------------------------------------------------------------
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities at one position."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 is the likeliest."""
+    top: list[tuple[int, float]]
+    """(token id, log probability), likeliest first."""
+
+
+class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What one step brought one request."""
+
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each of ``token_ids``."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One a prompt token, the first None; sent once, with the first token."""
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The stop token that ended it; None for eos and for length."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache; sent with the first token."""
+    error: str | None = None
+    """With finish_reason ERROR: what went wrong, for the client."""
+    error_status: int = 500
+    """With finish_reason ERROR: the HTTP status that says whose fault it was, such as 400 or 429."""
+
+
+class EngineStats(msgspec.Struct, kw_only=True):
+    """The engine as it stands after a step; counters only grow."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_queued_tokens: int = 0
+    kv_cache_usage: float = 0.0
+    num_steps: int = 0
+    last_step_time: float = 0.0
+    """Unix seconds; 0: none yet."""
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0
+    """Prompt tokens looked up."""
+    prefix_cache_hits: int = 0
+    """Prompt tokens found."""
+    preemptions: int = 0
+    requests_finished: int = 0
+    step_seconds: float = 0.0
+    """Seconds spent in steps."""
+    overhead_seconds: float = 0.0
+    """Of these, seconds outside the model: scheduling, message building, output handling."""
+
+
+class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """Sent once, after a real forward pass."""
+
+    engine: int
+    incarnation: int
+    num_blocks: int
+    kv_cache_tokens: int
+    kv_cache_bytes: int
+    max_model_len: int
+    device: str
+    dtype: str
+    backends: dict[str, str]
+    """Chosen name of each kind of backend."""
+    workers: list[dict[str, Any]] = []
+    """Processes as /topology shows them, without the engine's own."""
+
+
+class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """The engine's last word."""
+
+    engine: int
+    incarnation: int
+    message: str
+    traceback: str = ""
+    refused: bool = False
+    """Whether config, checkpoint or plugins are at fault, so that the next start would end the same way."""
+
+
+class EngineOutputs(msgspec.Struct, kw_only=True, tag="outputs"):
+    """What one step brought one API server."""
+
+    engine: int
+    incarnation: int
+    outputs: list[RequestOutput]
+    stats: EngineStats
+
+
+class UtilityReply(msgspec.Struct, frozen=True, kw_only=True, tag="utility_reply"):
+    """The answer to CallUtility; ``error`` is None on success."""
+
+    engine: int
+    incarnation: int
+    call_id: int
+    result: Any = None
+    error: str | None = None
+
+
+EngineMessage = EngineReady | EngineFailed | EngineOutputs | UtilityReply
+
+
+# --- engine core -> workers (opaque bytes to executors) ----------------------------------------------------------
+
+
+class NewRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A request that the workers do not hold: a new one, or one that comes back after a preemption.
+
+    They keep it until its slot is in ``ended``. A preempted request gives up its slot like one that is finished; when
+    it is admitted again it is sent anew, with the output so far, which counts for penalties and seeds as output.
+    """
+
+    request_id: str
+    slot: int
+    """The row of the workers' persistent state, below ``SchedulerConfig.num_slots``; free again after ``ended``."""
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    eos_token_ids: tuple[int, ...]
+    output_token_ids: list[int] = []
+    """Output before a preemption; known tokens are the prompt and these. If there are any, prompt log probabilities
+    were sent already.
+    """
+
+
+class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A request's part of one step: counts, never token values."""
+
+    slot: int
+    num_tokens: int
+    """Tokens computed in this step: positions num_computed to num_computed + num_tokens - 1."""
+    num_computed: int
+    new_blocks: list[list[int]]
+    """For each KV-cache group the block ids to append to the block table; 0 where no position is read any more."""
+    reset_blocks: bool = False
+    """Start an empty block table first: the request is in ``new`` of this step."""
+    samples: bool = True
+    """Whether this step samples a token: it reaches the end of what is known of the request."""
+
+
+class StepMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """One step; only what changed since the last one."""
+
+    step: int
+    new: list[NewRequest] = []
+    scheduled: list[ScheduledRequest] = []
+    """Order is the order of the batch."""
+    ended: list[int] = []
+    """Slots freed before this step, applied before ``new``, which may use them again. No step that names their request
+    is in the air any more.
+    """
+
+
+class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """The output rank's reply; rows are the sampling requests of the step in its order."""
+
+    step: int
+    token_ids: list[int]
+    """One a row; any value in the row of a request in ``errors``."""
+    logprobs: list[TokenLogprobs | None] = []
+    """Empty, or one a row."""
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    """slot -> log probabilities of the prompt tokens that this step's positions predict."""
+    errors: dict[int, str] = {}
+    """slot -> what failed for this request alone."""
+    forward_seconds: float = 0.0
+    """Time in the model and the sampler."""
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank says of itself after loading."""
+
+    rank: int
+    device: str
+    dtype: str
+    available_bytes: int
+    """Memory that the KV cache may take."""
+    kv_cache_specs: dict[int, KVCacheSpec]
+    """By layer number of the whole model."""
+    backends: dict[str, str]
+
+
+class InitializeCache(msgspec.Struct, frozen=True, kw_only=True):
+    """The argument of the worker method ``initialize_cache``."""
+
+    cache: KVCacheConfig

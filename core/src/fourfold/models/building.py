@@ -1,0 +1,204 @@
+"""Builds a decoder for one rank from a description, and says which layer takes which checkpoint tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from fourfold.contracts.attention_backend import AttentionSpec
+from fourfold.entries import AttentionContext, ComputeContext
+from fourfold.layers.partition import cut_heads
+from fourfold.layers.rotary import rotary_table
+from fourfold.models.backends import build_backend
+from fourfold.models.decoder import Decoder
+from fourfold.models.decoder_layer import DecoderLayer, HeadNorm, LayerParts
+from fourfold.models.norm_weight import NormWeight
+from fourfold.models.parallel_layers import ParallelLayerFactory
+from fourfold.models.tensor_table import EMBEDDING, FINAL_NORM, HEAD, layer_prefix
+
+if TYPE_CHECKING:
+    import torch
+
+    from fourfold.config.engine_config import EngineConfig
+    from fourfold.contracts.attention_backend import AttentionBackend
+    from fourfold.contracts.parallel_layer import ParallelLayer, TensorSlices, VocabularyLayer
+    from fourfold.distributed.group_coordinator import GroupCoordinator
+    from fourfold.entries import Entry
+    from fourfold.models.description import ModelDescription
+    from fourfold.plugins import PluginRegistry
+
+Load = Callable[["TensorSlices"], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuiltDecoder:
+    """A decoder without weights, and who takes them."""
+
+    decoder: Decoder
+    parameters: dict[str, Load]
+    """Checkpoint tensor name -> takes this rank's part of it."""
+
+
+class DecoderBuilder:
+    """Builds one rank's decoder, once."""
+
+    def __init__(
+        self,
+        description: ModelDescription,
+        config: EngineConfig,
+        registry: PluginRegistry,
+        group: GroupCoordinator,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._description = description
+        self._config = config
+        self._registry = registry
+        self._device = device
+        self._dtype = dtype
+        self._cut = cut_heads(description.num_heads, description.num_kv_heads, group.rank, group.world_size)
+        compute = ComputeContext(config=config, device=device, dtype=dtype)
+        backends, names = registry, config.backends
+        linear_name, method = build_backend(
+            "linear method", backends.linear_methods(), names.linear_method, config, lambda e: e.build(compute)
+        )
+        operators_name, self._operators = build_backend(
+            "operators", backends.operators(), names.operators, config, lambda e: e.build(compute)
+        )
+        attention_name, self._attentions = build_backend(
+            "attention backend", backends.attention_backends(), names.attention, config, self._build_attentions
+        )
+        self._factory = ParallelLayerFactory(config, registry, group, method, device=device, dtype=dtype)
+        self._chosen = {"attention": attention_name, "linear_method": linear_name, "operators": operators_name}
+        self._parameters: dict[str, Load] = {}
+
+    def build(self) -> BuiltDecoder:
+        """Allocate everything."""
+        d = self._description
+        embedding = cast("VocabularyLayer", self._factory.build("vocab_embedding", d.hidden_size, (d.vocab_size,)))
+        self._take(EMBEDDING, embedding, "weight")
+        length = self._config.model.max_model_len or d.max_model_len
+        tables = [rotary_table(rotary, length, self._device) for rotary in d.rotaries]
+        layers = [self._build_layer(layer, tables) for layer in range(d.num_layers)]
+        final_norm = self._norm(FINAL_NORM, d.hidden_size)
+        tied = embedding.weight if d.tied_embeddings else None
+        head = self._factory.build("head", d.hidden_size, (d.vocab_size,), tied_weight=tied)
+        if not d.tied_embeddings:
+            self._take(HEAD, head, "weight")
+        layer_names = sorted(set(self._factory.chosen.values()))
+        decoder = Decoder(
+            d,
+            embedding=embedding,
+            layers=layers,
+            final_norm=final_norm,
+            head=head,
+            operators=self._operators,
+            backends={**self._chosen, "parallel_layer": ",".join(layer_names)},
+            dtype=self._dtype,
+            block_size=self._config.cache.block_size,
+        )
+        return BuiltDecoder(decoder=decoder, parameters=self._parameters)
+
+    def _build_attentions(self, entry: Entry[Any]) -> list[AttentionBackend]:
+        """One a layer, all from one entry."""
+        backends: list[AttentionBackend] = []
+        for layer in self._description.layers:
+            rotary = None if layer.rotary is None else self._description.rotaries[layer.rotary]
+            spec = AttentionSpec(
+                num_heads=self._cut.num_heads,
+                num_kv_heads=self._cut.num_kv_heads,
+                head_dim=self._description.head_dim,
+                scale=self._description.attention_scale,
+                sliding_window=layer.sliding_window,
+                soft_cap=self._description.attention_soft_cap,
+                rotary_dim=0 if rotary is None else rotary.dim,
+            )
+            context = AttentionContext(config=self._config, device=self._device, dtype=self._dtype, spec=spec)
+            backend = entry.build(context)
+            backend.kv_cache_shape(1, self._config.cache.block_size)  # refuses a block size that it cannot hold
+            backends.append(backend)
+        return backends
+
+    def _build_layer(self, layer: int, tables: list[torch.Tensor]) -> DecoderLayer:
+        d, prefix = self._description, layer_prefix(layer)
+        rotary = d.layers[layer].rotary
+        norm = partial(self._norm, size=d.hidden_size)
+        if d.sandwich_norms:
+            after_attention = norm(f"{prefix}post_attention_layernorm.weight")
+            before_feed_forward = norm(f"{prefix}pre_feedforward_layernorm.weight")
+            after_feed_forward = norm(f"{prefix}post_feedforward_layernorm.weight")
+        else:
+            after_attention = after_feed_forward = None
+            before_feed_forward = norm(f"{prefix}post_attention_layernorm.weight")
+        gate_up = self._linear(
+            "merged_column",
+            {"0": f"{prefix}mlp.gate_proj", "1": f"{prefix}mlp.up_proj"},
+            (d.hidden_size, (d.intermediate_size, d.intermediate_size)),
+            bias=d.mlp_bias,
+        )
+        parts = LayerParts(
+            qkv=self._linear(
+                "qkv",
+                {part: f"{prefix}self_attn.{part}_proj" for part in "qkv"},
+                (d.hidden_size, (d.num_heads, d.num_kv_heads, d.head_dim)),
+                bias=d.qkv_bias,
+            ),
+            output=self._linear(
+                "row",
+                {"": f"{prefix}self_attn.o_proj"},
+                (d.num_heads * d.head_dim, (d.hidden_size,)),
+                bias=d.output_bias,
+                in_heads=(d.num_heads, d.num_kv_heads, d.head_dim),
+            ),
+            gate_up=gate_up,
+            down=self._linear(
+                "row", {"": f"{prefix}mlp.down_proj"}, (d.intermediate_size, (d.hidden_size,)), bias=d.mlp_bias
+            ),
+            attention=self._attentions[layer],
+            cos_sin=None if rotary is None else tables[rotary],
+            head_norms=self._head_norms(prefix) if d.query_key_norm else (),
+            head_dim=d.head_dim,
+            input_norm=norm(f"{prefix}input_layernorm.weight"),
+            attention_output_norm=after_attention,
+            feed_forward_norm=before_feed_forward,
+            feed_forward_output_norm=after_feed_forward,
+            activation=d.activation,
+        )
+        return DecoderLayer(parts, self._operators, epsilon=d.norm_epsilon, weight_offset=d.norm_offset)
+
+    def _head_norms(self, prefix: str) -> tuple[HeadNorm, HeadNorm]:
+        dim, cut = self._description.head_dim, self._cut
+        queries = self._norm(f"{prefix}self_attn.q_norm.weight", dim)
+        keys = self._norm(f"{prefix}self_attn.k_norm.weight", dim)
+        return (
+            HeadNorm(weight=queries, first_head=0, num_heads=cut.num_heads),
+            HeadNorm(weight=keys, first_head=cut.num_heads, num_heads=cut.num_kv_heads),
+        )
+
+    def _linear(
+        self,
+        kind: Any,
+        modules: dict[str, str],
+        sizes: tuple[int, tuple[int, ...]],
+        *,
+        bias: bool,
+        in_heads: tuple[int, int, int] | None = None,
+    ) -> ParallelLayer:
+        """``modules``: the layer's own name of a part -> the checkpoint's name of it; ``sizes``: in and out."""
+        layer = self._factory.build(kind, *sizes, bias=bias, in_heads=in_heads)
+        for part, module in modules.items():
+            own = f"{part}." if part else ""
+            for parameter in ("weight", "bias") if bias else ("weight",):
+                self._take(f"{module}.{parameter}", layer, own + parameter)
+        return layer
+
+    def _norm(self, name: str, size: int) -> NormWeight:
+        norm = NormWeight(size, dtype=self._dtype, device=self._device)
+        self._take(name, norm, "weight")
+        return norm
+
+    def _take(self, name: str, layer: ParallelLayer | NormWeight, parameter: str) -> None:
+        self._parameters[name] = partial(layer.load, parameter)

@@ -1,0 +1,72 @@
+"""Typed access to a config.json: a value of the wrong kind is an error that names its key. Knows no model family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fourfold.errors import ConfigError
+
+
+class ConfigReader:
+    """Reads one config.json; null counts as absent, as the Hugging Face configs mean it."""
+
+    def __init__(self, values: Mapping[str, Any], *, where: str = "config.json") -> None:
+        self.values = values
+        self.where = where
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A whole number of at least 1; required when there is no default."""
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{self.where} has {key}: {value!r}; a whole number above 0")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number; required when there is no default."""
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+            raise ConfigError(f"{self.where} has {key}: {value!r}; a number")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.where} has {key}: {value!r}; true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string; required when there is no default."""
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise ConfigError(f"{self.where} has {key}: {value!r}; a string")
+        return value
+
+    def sequence(self, key: str, length: int) -> list[Any] | None:
+        """A list of at least ``length`` items, or None if absent."""
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) < length:
+            raise ConfigError(f"{self.where} has {key}: {value!r}; a list with an item for each of {length} layers")
+        return value
+
+    def mapping(self, key: str) -> Mapping[str, Any] | None:
+        """An object, or None if absent."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise ConfigError(f"{self.where} has {key}: {value!r}; an object")
+        return value
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there and not null."""
+        return self.values.get(key) is not None
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.values.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise ConfigError(f"{self.where} has no {key}; add it")
+        return value

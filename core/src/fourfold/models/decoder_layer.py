@@ -1,0 +1,109 @@
+"""One decoder layer: attention, then feed-forward. Straight calls only; knows no family, rank or backend by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from fourfold.contracts.attention_backend import AttentionBackend, AttentionMetadata
+    from fourfold.contracts.operators import Operators
+    from fourfold.contracts.parallel_layer import ParallelLayer
+    from fourfold.models.description import Activation
+    from fourfold.models.norm_weight import NormWeight
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadNorm:
+    """A norm over neighbouring heads of the fused query, key and value rows."""
+
+    weight: NormWeight
+    first_head: int
+    num_heads: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerParts:
+    """What one layer is made of; norms that a family does not have are None or empty."""
+
+    qkv: ParallelLayer
+    output: ParallelLayer
+    gate_up: ParallelLayer
+    down: ParallelLayer
+    attention: AttentionBackend
+    cos_sin: torch.Tensor | None
+    head_norms: tuple[HeadNorm, ...]
+    head_dim: int
+    input_norm: NormWeight
+    """Applied by the decoder, together with the residual of the layer before."""
+    attention_output_norm: NormWeight | None
+    feed_forward_norm: NormWeight
+    feed_forward_output_norm: NormWeight | None
+    activation: Activation
+
+
+class DecoderLayer:
+    """T tokens through one layer. All tensors are [T, H] unless said otherwise."""
+
+    def __init__(self, parts: LayerParts, operators: Operators, *, epsilon: float, weight_offset: float) -> None:
+        self.parts = parts
+        self._qkv = parts.qkv
+        self._attend = parts.attention.rotate_and_attend
+        self._cos_sin = parts.cos_sin
+        self._output = parts.output
+        self._gate_up = parts.gate_up
+        self._gated = operators.gated
+        self._activation = parts.activation
+        self._down = parts.down
+        self._head_norms: list[Callable[[torch.Tensor], None]] = [
+            partial(
+                operators.head_rms_norm,
+                weight=norm.weight.tensor,
+                epsilon=epsilon,
+                first_head=norm.first_head,
+                num_heads=norm.num_heads,
+                head_dim=parts.head_dim,
+                weight_offset=weight_offset,
+            )
+            for norm in parts.head_norms
+        ]
+        norm = partial(operators.rms_norm, epsilon=epsilon, weight_offset=weight_offset)
+        self._attention_output_norm = _bind(norm, parts.attention_output_norm)
+        self._feed_forward_output_norm = _bind(norm, parts.feed_forward_output_norm)
+        self._add_norm = partial(
+            operators.add_rms_norm,
+            weight=parts.feed_forward_norm.tensor,
+            epsilon=epsilon,
+            weight_offset=weight_offset,
+        )
+
+    def __call__(
+        self,
+        normed: torch.Tensor,
+        residual: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``normed`` is the norm of ``residual``. Returns (what is still to be added to the residual, the residual)."""
+        qkv = self._qkv(normed)
+        for norm in self._head_norms:
+            norm(qkv)
+        x = self._output(self._attend(qkv, positions, self._cos_sin, kv_cache, metadata))
+        if self._attention_output_norm is not None:
+            x = self._attention_output_norm(x)
+        normed, residual = self._add_norm(x, residual)
+        x = self._down(self._gated(self._gate_up(normed), self._activation))
+        if self._feed_forward_output_norm is not None:
+            x = self._feed_forward_output_norm(x)
+        return x, residual
+
+
+def _bind(
+    norm: Callable[..., torch.Tensor], weight: NormWeight | None
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    return None if weight is None else partial(norm, weight=weight.tensor)

@@ -1,0 +1,82 @@
+"""What a decoder is, as data: everything that building it needs. Knows no torch, no file and no rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+RotaryKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RotaryDescription:
+    """One rotary embedding. Fields that a kind does not use keep their defaults."""
+
+    kind: RotaryKind = "default"
+    theta: float
+    dim: int
+    """Leading dimensions of a head that rotate."""
+    factor: float = 1.0
+    original_max_position: int = 0
+    """Positions seen in training, before any scaling (dynamic, yarn, llama3)."""
+    attention_factor: float = 1.0
+    """Multiplies cosines and sines (yarn)."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    """Round yarn's correction range to whole dimensions."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerDescription:
+    """What differs from layer to layer."""
+
+    sliding_window: int = 0
+    """A token sees itself and the ``sliding_window - 1`` before it; 0 is no window."""
+    rotary: int | None = 0
+    """Index into ``ModelDescription.rotaries``; None: positions are not encoded."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelDescription:
+    """One causal decoder."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    layers: tuple[LayerDescription, ...]
+    rotaries: tuple[RotaryDescription, ...]
+    max_model_len: int
+    """Tokens that one request takes unless ``--max-model-len`` says otherwise."""
+    max_position: int
+    """Tokens past which the positions make no sense; at least ``max_model_len``."""
+    norm_epsilon: float
+    norm_offset: float = 0.0
+    """Added to every norm weight (Gemma stores weight - 1)."""
+    activation: Activation = "silu"
+    attention_scale: float
+    attention_soft_cap: float = 0.0
+    logit_soft_cap: float = 0.0
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    query_key_norm: bool = False
+    """Queries and keys are normed head by head before they rotate."""
+    sandwich_norms: bool = False
+    """Attention and feed-forward are normed after as well as before."""
+    embedding_scale: float = 1.0
+    tied_embeddings: bool = False
+    dtype: str = field(default="bfloat16")
+    """What the checkpoint was saved in; informs, decides nothing."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the whole model."""
+        return len(self.layers)

@@ -1,0 +1,111 @@
+"""Fills a decoder from a checkpoint: every parameter once, nothing left over, one tensor in hand at a time."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from fourfold.distributed.model_parallel import ModelParallel, initialize_model_parallel
+from fourfold.errors import CheckpointError, ConfigError
+from fourfold.layout import ParallelLayout
+from fourfold.models.building import BuiltDecoder, DecoderBuilder
+from fourfold.models.tensor_table import EMBEDDING, HARMLESS, HEAD, checkpoint_tensors
+
+if TYPE_CHECKING:
+    import torch
+
+    from fourfold.checkpoints.progress import Progress
+    from fourfold.checkpoints.resolve import Checkpoint
+    from fourfold.contracts.checkpoint import TensorReader
+    from fourfold.contracts.communicator import Communicator
+    from fourfold.entries import WorkerContext
+    from fourfold.models.decoder import Decoder
+    from fourfold.models.description import ModelDescription
+    from fourfold.plugins import PluginRegistry
+
+_NAMED_AT_MOST = 5
+_COMPARED_ROWS = 4096
+
+
+def load_model(
+    context: WorkerContext,
+    registry: PluginRegistry,
+    checkpoint: Checkpoint,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress,
+    parallel: ModelParallel | None = None,
+) -> Decoder:
+    """This rank's decoder with its weights. ``parallel`` may be left out where every group is one rank.
+
+    Raises ConfigError for a backend or a cut that cannot do this model, CheckpointError for tensors that are missing,
+    left over, truncated or of the wrong shape.
+    """
+    if parallel is None:
+        # Copies of the engine are independent: a rank's groups are those within its own.
+        layout = ParallelLayout(pp=context.layout.pp, tp=context.layout.tp)
+        parallel = initialize_model_parallel(layout, context.rank, _refuse_to_connect)
+    built = DecoderBuilder(
+        checkpoint.description, context.config, registry, parallel.tp, device=device, dtype=dtype
+    ).build()
+    with checkpoint.format.open(checkpoint.folder) as reader:
+        _fill(built, checkpoint.description, reader, progress)
+    return built.decoder
+
+
+def _fill(built: BuiltDecoder, description: ModelDescription, reader: TensorReader, progress: Progress) -> None:
+    names = set(reader.names())
+    shapes = checkpoint_tensors(description)
+    _check_names(names, built.parameters, shapes, description)
+    progress.task("loading weights", len(built.parameters))
+    for name, load in built.parameters.items():
+        tensor = reader.tensor(name)
+        if tuple(tensor.shape) != shapes[name]:
+            raise CheckpointError(
+                f"tensor {name} has shape {list(tensor.shape)}, but config.json makes it {list(shapes[name])}"
+            )
+        load(tensor)
+        progress.advance(1)
+    if description.tied_embeddings and HEAD in names:
+        _check_tied(reader)
+
+
+def _check_names(names: set[str], needed: Iterable[str], known: Iterable[str], description: ModelDescription) -> None:
+    """``needed`` by this rank, ``known`` to the whole model."""
+    missing = [name for name in needed if name not in names]
+    left_over = sorted(name for name in names.difference(known) if not HARMLESS.search(name))
+    if description.tied_embeddings:
+        left_over = [name for name in left_over if name != HEAD]
+    if missing:
+        close = difflib.get_close_matches(missing[0], left_over, n=1)
+        hint = f"; it holds {close[0]}, which nothing takes" if close else ""
+        raise CheckpointError(f"the checkpoint lacks {_listed(missing)}{hint}")
+    if left_over:
+        raise CheckpointError(
+            f"the checkpoint holds {_listed(left_over)}, which {description.architecture} with this config.json does "
+            "not use; the config.json belongs to another model"
+        )
+
+
+def _check_tied(reader: TensorReader) -> None:
+    """A tied head that is stored as well must equal the embedding, or one of the two would be lost."""
+    head, embedding = reader.tensor(HEAD), reader.tensor(EMBEDDING)
+    if tuple(head.shape) == tuple(embedding.shape):
+        chunks = range(0, head.shape[0], _COMPARED_ROWS)
+        if all(bool((head[i : i + _COMPARED_ROWS] == embedding[i : i + _COMPARED_ROWS]).all()) for i in chunks):
+            return
+    raise CheckpointError(
+        f"{HEAD} differs from {EMBEDDING}, but config.json has tie_word_embeddings: true; set it to false"
+    )
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:_NAMED_AT_MOST])
+    more = len(names) - _NAMED_AT_MOST
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _refuse_to_connect(group: str, ranks: tuple[int, ...], rank: int) -> Communicator:
+    raise ConfigError(f"the {group} group has {len(ranks)} ranks; this worker connects none, use an executor that does")

@@ -1,0 +1,1 @@
+"""Child processes that start clean, are noticed when they end, and never outlive their parent."""

@@ -1,0 +1,246 @@
+"""An engine without a model: speaks the real wire from a thread and answers what a test's script says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+import zmq
+
+from fourfold.messages import (
+    AbortRequests,
+    AddRequest,
+    CallUtility,
+    EngineFailed,
+    EngineInput,
+    EngineMessage,
+    EngineOutputs,
+    EngineReady,
+    EngineStats,
+    FinishReason,
+    RequestOutput,
+    TokenLogprobs,
+    UtilityReply,
+)
+
+Script = Callable[[AddRequest], Iterable[int]]
+IDLE_SECONDS = 0.02
+"""How often an idle engine looks whether it should end."""
+
+
+@dataclass(slots=True)
+class _Running:
+    request: AddRequest
+    tokens: Iterator[int]
+    output: list[int] = field(default_factory=list)
+
+
+class FakeEngine:
+    """Each step brings every running request one token of ``script(request)``.
+
+    Counts, stop tokens, eos, lengths and aborts are obeyed as by a real engine; log probabilities are made up:
+    the token -0.5, the k-th runner-up -1.0 - k. Use as a context manager.
+    """
+
+    def __init__(
+        self,
+        run_directory: Path,
+        script: Script,
+        *,
+        engine: int = 0,
+        incarnation: int = 1,
+        num_clients: int = 1,
+        step_seconds: float = 0.002,
+        max_num_seqs: int = 64,
+        max_num_waiting: int = 64,
+        max_model_len: int = 256,
+    ) -> None:
+        self._run_directory = run_directory
+        self._script = script
+        self._engine = engine
+        self._incarnation = incarnation
+        self._num_clients = num_clients
+        self._step_seconds = step_seconds
+        self._max_num_seqs = max_num_seqs
+        self._max_num_waiting = max_num_waiting
+        self._max_model_len = max_model_len
+        self._stopping = threading.Event()
+        self._paused = threading.Event()
+        self._last_words = ""
+        self._encoder = msgspec.msgpack.Encoder()
+        self._stats = EngineStats()
+        self._requests: dict[str, _Running] = {}
+        self.added: list[AddRequest] = []
+        """Every request that came."""
+        self.aborted: list[str] = []
+        """Every id that was aborted."""
+        self._thread = threading.Thread(target=self._run, name="fake-engine", daemon=True)
+
+    def __enter__(self) -> FakeEngine:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests running or waiting now."""
+        return len(self._requests)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps so far."""
+        return self._stats.num_steps
+
+    def pause(self) -> None:
+        """Finish no more steps, as a stuck device would; messages are still read."""
+        self._paused.set()
+
+    def resume(self) -> None:
+        """Go on after ``pause``."""
+        self._paused.clear()
+
+    def stop(self, last_words: str = "") -> None:
+        """End the thread; with ``last_words`` the engine says why it failed."""
+        self._last_words = last_words
+        self._stopping.set()
+        self._thread.join(10)
+
+    def _run(self) -> None:
+        with zmq.Context() as context, context.socket(zmq.PULL) as inbox:
+            inbox.bind(f"ipc://{self._run_directory}/engine-{self._engine}")
+            outboxes = [context.socket(zmq.PUSH) for _ in range(self._num_clients)]
+            for client, outbox in enumerate(outboxes):
+                outbox.connect(f"ipc://{self._run_directory}/api-{client}")
+            self._outboxes = outboxes
+            self._loop(inbox)
+            for outbox in outboxes:
+                outbox.close(1000 if self._last_words else 0)
+
+    def _loop(self, inbox: zmq.Socket[bytes]) -> None:
+        decoder = msgspec.msgpack.Decoder(EngineInput)
+        for client in range(self._num_clients):
+            self._send(client, self._ready())
+        while not self._stopping.is_set():
+            busy = bool(self._requests) and not self._paused.is_set()
+            if inbox.poll(int(1000 * (self._step_seconds if busy else IDLE_SECONDS))):
+                while inbox.poll(0):
+                    self._take(decoder.decode(inbox.recv()))
+            if busy:
+                self._step()
+        if self._last_words:
+            for client in range(self._num_clients):
+                self._send(
+                    client,
+                    EngineFailed(engine=self._engine, incarnation=self._incarnation, message=self._last_words),
+                )
+
+    def _take(self, message: EngineInput) -> None:
+        match message:
+            case AddRequest():
+                self.added.append(message)
+                if len(self._requests) >= self._max_num_seqs + self._max_num_waiting:
+                    self._publish(message.client, [_refusal(message.request_id)])
+                else:
+                    self._requests[message.request_id] = _Running(message, iter(self._script(message)))
+            case AbortRequests():
+                self.aborted += message.request_ids
+                for request_id in message.request_ids:
+                    self._requests.pop(request_id, None)
+                for client in range(self._num_clients):
+                    self._publish(client, [])
+            case CallUtility():
+                self._send(message.client, self._answer(message))
+
+    def _step(self) -> None:
+        outputs: dict[int, list[RequestOutput]] = {client: [] for client in range(self._num_clients)}
+        for running in list(self._requests.values())[: self._max_num_seqs]:
+            output = self._advance(running)
+            outputs[running.request.client].append(output)
+            if output.finish_reason is not None:
+                del self._requests[running.request.request_id]
+        self._stats.num_steps += 1
+        for client, of_client in outputs.items():
+            self._publish(client, of_client)
+
+    def _advance(self, running: _Running) -> RequestOutput:
+        request, sampling = running.request, running.request.sampling
+        first = not running.output
+        token_id = next(running.tokens)
+        running.output.append(token_id)
+        output = RequestOutput(request_id=request.request_id, token_ids=[token_id])
+        if first:
+            self._stats.prompt_tokens += len(request.prompt_token_ids)
+            if sampling.prompt_logprobs is not None:
+                scored = [_logprobs(token, sampling.prompt_logprobs) for token in request.prompt_token_ids[1:]]
+                output.prompt_logprobs = [None, *scored]
+        if sampling.logprobs is not None:
+            output.logprobs = [_logprobs(token_id, sampling.logprobs)]
+        self._stats.generation_tokens += 1
+        allowed = len(running.output) >= sampling.min_tokens
+        if allowed and token_id in request.eos_token_ids and not sampling.ignore_eos:
+            output.finish_reason = FinishReason.STOP
+        elif allowed and token_id in sampling.stop_token_ids:
+            output.finish_reason, output.stop_token_id = FinishReason.STOP, token_id
+        elif len(running.output) >= (sampling.max_tokens or self._max_model_len):
+            output.finish_reason = FinishReason.LENGTH
+        return output
+
+    def _publish(self, client: int, outputs: list[RequestOutput]) -> None:
+        self._stats.num_running = min(len(self._requests), self._max_num_seqs)
+        self._stats.num_waiting = len(self._requests) - self._stats.num_running
+        self._stats.kv_cache_usage = self._stats.num_running / self._max_num_seqs
+        self._stats.num_queued_tokens = sum(
+            (0 if running.output else len(running.request.prompt_token_ids))
+            + (running.request.sampling.max_tokens or 0)
+            - len(running.output)
+            for running in self._requests.values()
+        )
+        self._send(
+            client,
+            EngineOutputs(engine=self._engine, incarnation=self._incarnation, outputs=outputs, stats=self._stats),
+        )
+
+    def _answer(self, call: CallUtility) -> UtilityReply:
+        known = call.method == "echo"
+        return UtilityReply(
+            engine=self._engine,
+            incarnation=self._incarnation,
+            call_id=call.call_id,
+            result=call.arguments if known else None,
+            error=None if known else f"no method called {call.method!r}",
+        )
+
+    def _ready(self) -> EngineReady:
+        return EngineReady(
+            engine=self._engine,
+            incarnation=self._incarnation,
+            num_blocks=64,
+            kv_cache_tokens=1024,
+            kv_cache_bytes=1 << 20,
+            max_model_len=self._max_model_len,
+            device="none",
+            dtype="float32",
+            backends={},
+        )
+
+    def _send(self, client: int, message: EngineMessage) -> None:
+        self._outboxes[client].send(self._encoder.encode(message))
+
+
+def _logprobs(token_id: int, count: int) -> TokenLogprobs:
+    top = [(token_id, -0.5)] + [(token_id + k, -1.0 - k) for k in range(1, count)]
+    return TokenLogprobs(token_id, -0.5, 1, top[:count])
+
+
+def _refusal(request_id: str) -> RequestOutput:
+    return RequestOutput(
+        request_id=request_id, finish_reason=FinishReason.ERROR, error="too many requests wait", error_status=429
+    )

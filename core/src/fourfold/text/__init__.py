@@ -1,0 +1,1 @@
+"""Text in and out: tokens, templates, stop strings. Imports no torch."""

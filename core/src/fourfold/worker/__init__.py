@@ -1,0 +1,1 @@
+"""One rank: its device, its copy of every request, the forward pass and sampling. Decides nothing of what runs."""

@@ -1,0 +1,72 @@
+"""Recorded decode steps, one a batch size, where the operators can record; replayed on the input buffers.
+
+Knows no request: batch sizes and buffers only.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from fourfold.contracts.step_graph import StepGraph, StepRecorder
+from fourfold.errors import Unsupported
+
+if TYPE_CHECKING:
+    import torch
+
+    from fourfold.contracts.operators import Operators
+    from fourfold.worker.step_inputs import StepInputs
+
+log = logging.getLogger(__name__)
+
+
+class DecodeGraphs:
+    """Records at the first use of a size; empty where the operators cannot record, or cannot record this model."""
+
+    def __init__(self, operators: Operators, *, max_batch_size: int) -> None:
+        self._recorder = operators if isinstance(operators, StepRecorder) else None
+        self._sizes = sorted(self._recorder.batch_sizes(max_batch_size)) if self._recorder is not None else []
+        self._graphs: dict[int, StepGraph] = {}
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Batch sizes that are or will be recorded, ascending."""
+        return tuple(self._sizes)
+
+    def size_for(self, num_requests: int) -> int | None:
+        """The batch size to pad ``num_requests`` to; None: run it plainly."""
+        index = bisect_left(self._sizes, num_requests)
+        return self._sizes[index] if index < len(self._sizes) else None
+
+    def run(
+        self, size: int, inputs: Callable[[], StepInputs], step: Callable[[StepInputs], torch.Tensor]
+    ) -> torch.Tensor:
+        """Logits fp32 [size, V] of the padded batch in the buffers; overwritten by the next run of this size.
+
+        ``inputs`` gives the buffers' views of ``size`` requests, ``step`` computes logits from them.
+        """
+        graph = self._graphs.get(size)
+        if graph is None:
+            graph = self._capture(inputs(), step)
+            if graph is None:
+                return step(inputs())
+            self._graphs[size] = graph
+        return graph.replay()
+
+    def close(self) -> None:
+        """Release all recorded steps; idempotent."""
+        while self._graphs:
+            self._graphs.popitem()[1].close()
+
+    def _capture(self, inputs: StepInputs, step: Callable[[StepInputs], torch.Tensor]) -> StepGraph | None:
+        if self._recorder is None:
+            return None
+        try:
+            return self._recorder.capture(lambda: step(inputs))
+        except Unsupported as error:
+            log.info("decode steps run one operation at a time: %s", error)
+            self.close()
+            self._sizes.clear()
+            return None

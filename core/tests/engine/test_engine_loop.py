@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from fourfold.engine.engine_loop import EngineLoop
+from fourfold.messages import (
+    AbortRequests,
+    AddRequest,
+    CallUtility,
+    EngineInput,
+    EngineMessage,
+    EngineOutputs,
+    EngineStats,
+    FinishReason,
+    RequestOutput,
+    UtilityReply,
+)
+from fourfold.sampling_params import SamplingParams
+
+DEADLINE_MS = 10_000
+
+
+class FakeCore:
+    """Gives each request one token a step, as many as its prompt has."""
+
+    def __init__(self) -> None:
+        self.left: dict[str, tuple[int, int]] = {}
+        self.steps = 0
+        self.aborted: list[str] = []
+        self.step_error: Exception | None = None
+        self.caches_reset = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.left)
+
+    @property
+    def stats(self) -> EngineStats:
+        return EngineStats(num_running=len(self.left), num_steps=self.steps)
+
+    def add(self, request: AddRequest) -> RequestOutput | None:
+        if request.request_id == "breaks":
+            raise ValueError("from the core")
+        if request.request_id == "refused":
+            return RequestOutput(request_id="refused", finish_reason=FinishReason.ERROR, error="no room")
+        self.left[request.request_id] = (request.client, len(request.prompt_token_ids))
+        return None
+
+    def abort(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+        for request_id in request_ids:
+            self.left.pop(request_id, None)
+
+    def step(self) -> Mapping[int, list[RequestOutput]]:
+        if self.step_error:
+            raise self.step_error
+        self.steps += 1
+        outputs: dict[int, list[RequestOutput]] = {}
+        for name, (client, left) in list(self.left.items()):
+            ended = FinishReason.LENGTH if left == 1 else None
+            outputs.setdefault(client, []).append(
+                RequestOutput(request_id=name, token_ids=[left], finish_reason=ended)
+            )
+            self.left[name] = (client, left - 1)
+            if ended:
+                del self.left[name]
+        return outputs
+
+    def reset_prefix_cache(self, **arguments: Any) -> str:
+        if arguments:
+            raise TypeError("no arguments")
+        self.caches_reset += 1
+        return "reset"
+
+
+class Harness:
+    """Two API servers' sockets around a loop on a thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.core = FakeCore()
+        self.context = zmq.Context()
+        self.receivers = []
+        for index in range(2):
+            receiver = self.context.socket(zmq.PULL)
+            receiver.bind(f"ipc://{folder}/api-{index}")
+            self.receivers.append(receiver)
+        self.loop = EngineLoop(self.core, run_directory=folder, engine=0, incarnation=7, num_api_servers=2)
+        self.sender = self.context.socket(zmq.PUSH)
+        self.sender.connect(f"ipc://{folder}/engine-0")
+        self.error: Exception | None = None
+        self.thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        try:
+            self.loop.run()
+        except Exception as error:
+            self.error = error
+
+    def send(self, message: EngineInput) -> None:
+        self.sender.send(msgspec.msgpack.encode(message))
+
+    def receive(self, index: int) -> EngineMessage:
+        assert self.receivers[index].poll(DEADLINE_MS), "nothing arrived"
+        return msgspec.msgpack.decode(self.receivers[index].recv(), type=EngineMessage)
+
+    def outputs(self, index: int, count: int) -> list[RequestOutput]:
+        found: list[RequestOutput] = []
+        while len(found) < count:
+            message = self.receive(index)
+            assert isinstance(message, EngineOutputs)
+            assert (message.engine, message.incarnation) == (0, 7)
+            found += message.outputs
+        return found
+
+    def close(self) -> None:
+        if self.thread.ident:
+            self.loop.stop()
+            self.thread.join(10)
+            assert not self.thread.is_alive()
+        self.context.destroy(linger=0)
+        self.loop.close()
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    harness = Harness(tmp_path)
+    harness.thread.start()
+    yield harness
+    harness.close()
+
+
+def request(name: str, tokens: int = 1, client: int = 0) -> AddRequest:
+    return AddRequest(request_id=name, client=client, prompt_token_ids=[1] * tokens, sampling=SamplingParams())
+
+
+def test_outputs_go_to_the_server_that_asked(harness: Harness) -> None:
+    harness.send(request("a", 3, client=0))
+    harness.send(request("b", 2, client=1))
+    assert [(o.request_id, o.token_ids) for o in harness.outputs(0, 3)] == [("a", [3]), ("a", [2]), ("a", [1])]
+    assert [(o.request_id, o.finish_reason) for o in harness.outputs(1, 2)] == [("b", None), ("b", "length")]
+
+
+def test_a_step_is_one_message(harness: Harness) -> None:
+    message = harness.receive(0)  # stats of the idle engine
+    assert isinstance(message, EngineOutputs)
+    assert message.outputs == []
+    harness.core.left = {str(number): (0, 2) for number in range(5)}
+    harness.send(request("one more", 2))
+    sizes = []
+    while sum(sizes) < 12:
+        message = harness.receive(0)
+        assert isinstance(message, EngineOutputs)
+        sizes.append(len(message.outputs))
+    assert sizes == [6, 6]
+
+
+def test_an_abort_reaches_the_core_and_the_stats_the_servers(harness: Harness) -> None:
+    harness.send(request("endless", 1_000_000))
+    harness.outputs(0, 2)
+    harness.send(AbortRequests(request_ids=["endless", "unknown"]))
+    for index in range(2):
+        message = harness.receive(index)
+        while message.stats.num_running or not message.stats.num_steps:  # type: ignore[union-attr]
+            message = harness.receive(index)
+    assert harness.core.aborted == ["endless", "unknown"]
+
+
+def test_a_refused_request_hears_at_once_and_a_broken_one_hurts_nobody(harness: Harness) -> None:
+    harness.send(request("refused"))
+    harness.send(request("breaks"))
+    harness.send(request("fine"))
+    texts = {output.request_id: output.error for output in harness.outputs(0, 3)}
+    assert texts == {"refused": "no room", "breaks": "the engine cannot take this request: from the core", "fine": None}
+
+
+def test_unreadable_inputs_are_dropped(harness: Harness) -> None:
+    harness.sender.send(b"\xc1nonsense")
+    harness.send(request("elsewhere", client=2))
+    harness.send(request("fine"))
+    assert [output.request_id for output in harness.outputs(0, 1)] == ["fine"]
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "result", "error"),
+    [
+        ("reset_prefix_cache", {}, "reset", None),
+        ("reset_prefix_cache", {"x": 1}, None, "TypeError: no arguments"),
+        ("shutdown", {}, None, "no utility called 'shutdown'; there are: reset_prefix_cache"),
+    ],
+)
+def test_utilities_are_answered(
+    harness: Harness, method: str, arguments: dict[str, Any], result: Any, error: str | None
+) -> None:
+    harness.send(CallUtility(client=1, call_id=5, method=method, arguments=arguments))
+    message = harness.receive(1)
+    while isinstance(message, EngineOutputs):
+        message = harness.receive(1)
+    assert message == UtilityReply(engine=0, incarnation=7, call_id=5, result=result, error=error)
+
+
+def test_an_error_of_a_step_comes_out(harness: Harness) -> None:
+    harness.core.step_error = ValueError("the executor broke")
+    harness.send(request("a"))
+    harness.thread.join(10)
+    assert str(harness.error) == "the executor broke"
+
+
+def test_a_server_that_reads_nothing_loses_its_requests_and_no_one_elses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fourfold.engine.engine_loop._MAX_QUEUED_OUTPUTS", 10)
+    harness = Harness(tmp_path)
+    try:
+        harness.receivers[1].set_hwm(10)
+        address = harness.receivers[1].last_endpoint
+        harness.receivers[1].unbind(address)
+        harness.thread.start()
+        harness.send(request("slow", 1_000_000, client=1))
+        deadline = time.monotonic() + 10
+        while "slow" not in harness.core.aborted:
+            assert time.monotonic() < deadline
+            threading.Event().wait(0.01)
+        harness.send(request("other", 2, client=0))
+        assert [output.request_id for output in harness.outputs(0, 2)] == ["other", "other"]
+        harness.receivers[1].bind(address)
+        last = harness.outputs(1, 1)[-1]
+        while last.error is None:
+            last = harness.outputs(1, 1)[-1]
+        assert (last.request_id, last.error) == ("slow", "the API server was too slow to take the outputs")
+    finally:
+        harness.close()
+
+
+def test_an_idle_loop_sleeps(harness: Harness) -> None:
+    harness.outputs(0, 0)
+    harness.send(request("a"))
+    harness.outputs(0, 1)
+    switches = Path(f"/proc/self/task/{harness.thread.native_id}/status")
+
+    def wakeups() -> int:
+        (line,) = [line for line in switches.read_text().splitlines() if line.startswith("voluntary")]
+        return int(line.split()[1])
+
+    before = wakeups()
+    threading.Event().wait(0.5)
+    assert wakeups() - before <= 2, f"woke up {wakeups() - before} times in 0.5 s, pid {os.getpid()}"

@@ -1,0 +1,286 @@
+"""What each step holds, in single situations; the storms cover the combinations."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from fourfold.messages import FinishReason
+
+
+def _counts(engine: Any, step: int) -> list[int]:
+    return [entry.num_tokens for entry in engine.client.messages[step].scheduled]
+
+
+def test_one_budget_holds_decodes_first_then_chunks_and_new_requests(toy_engine: Any) -> None:
+    engine = toy_engine(max_num_batched_tokens=16)
+    engine.add([2] * 5, ignore_eos=True)
+    engine.add([3] * 20, ignore_eos=True)
+    engine.add([4] * 20, ignore_eos=True)
+    for _ in range(4):
+        engine.step()
+    assert [_counts(engine, step) for step in range(4)] == [[5, 11], [1, 9, 6], [1, 1, 14], [1, 1, 1]]
+    samples = [[entry.samples for entry in message.scheduled] for message in engine.client.messages]
+    assert samples == [[True, False], [True, True, False], [True, True, True], [True, True, True]]
+
+
+def test_messages_carry_only_what_changed(toy_engine: Any) -> None:
+    engine = toy_engine(block_size=8)
+    name = engine.add([2] * 14, max_tokens=4, ignore_eos=True)
+    engine.run()
+    messages = engine.client.messages
+    assert [[new.request_id for new in message.new] for message in messages] == [[name], [], [], []]
+    assert [[len(entry.new_blocks[0]) for entry in message.scheduled] for message in messages] == [[2], [0], [0], [1]]
+    assert [entry.reset_blocks for message in messages for entry in message.scheduled] == [True, False, False, False]
+
+
+def test_a_slot_is_ended_before_it_is_used_again(toy_engine: Any) -> None:
+    engine = toy_engine()
+    engine.add([2, 3], max_tokens=1)
+    engine.run()
+    engine.add([2, 3], max_tokens=1)
+    engine.run()
+    first, second = engine.client.messages
+    assert second.ended == [first.new[0].slot]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_no_token_beyond_the_last_is_scheduled(toy_engine: Any, depth: int) -> None:
+    engine = toy_engine(depth=depth)
+    name = engine.add([2] * 5, max_tokens=7, ignore_eos=True)
+    engine.run()
+    engine.check_finished(name)
+    assert sum(sum(_counts(engine, step)) for step in range(engine.client.steps)) == 5 + 7 - 1
+
+
+def test_steps_overlap_before_values_are_known(toy_engine: Any) -> None:
+    engine = toy_engine(depth=3)
+    engine.add([2] * 5, max_tokens=9, ignore_eos=True)
+    engine.run()
+    assert engine.client.widest_overlap == 3
+
+
+def test_a_pipeline_holds_a_request_in_one_step_at_a_time(toy_engine: Any) -> None:
+    engine = toy_engine(depth=3, pipeline_parallel_size=2)
+    names = [engine.add([number] * 5, ignore_eos=True) for number in range(3)]
+    engine.run()
+    assert engine.client.widest_overlap == 1
+    for name in names:
+        engine.check_finished(name)
+
+
+def test_the_end_of_the_context_is_length(toy_engine: Any) -> None:
+    engine = toy_engine(max_model_len=32)
+    name = engine.add([2] * 31, max_tokens=16)
+    engine.run()
+    assert len(engine.tokens(name)) == 1
+    assert engine.finish_reason(name) is FinishReason.LENGTH
+
+
+def test_a_request_that_fills_the_whole_cache_ends_with_length(toy_engine: Any) -> None:
+    engine = toy_engine(num_blocks=4, block_size=8, max_model_len=128)
+    name = engine.add([2] * 20, max_tokens=None, ignore_eos=True)
+    engine.run()
+    assert len(engine.tokens(name)) == 3 * 8 + 1 - 20, "the last token needs no place"
+    assert engine.finish_reason(name) is FinishReason.LENGTH
+    engine.check_idle()
+
+
+def test_stop_tokens_end_a_request_and_are_named(toy_engine: Any) -> None:
+    engine = toy_engine()
+    name = engine.add([5, 6, 7], max_tokens=20, ignore_eos=True)
+    engine.run()
+    tokens = engine.tokens(name)
+    stop = next(token for index, token in enumerate(tokens) if index and token not in tokens[:index])
+    position = tokens.index(stop)
+    stopped = engine.add([5, 6, 7], max_tokens=20, ignore_eos=True, stop_token_ids=(stop,))
+    reluctant = engine.add([5, 6, 7], max_tokens=20, ignore_eos=True, stop_token_ids=(stop,), min_tokens=position + 2)
+    engine.run()
+    assert engine.tokens(stopped) == tokens[: position + 1]
+    assert engine.finish_reason(stopped) is FinishReason.STOP
+    assert engine.outputs[stopped][-1].stop_token_id == stop
+    assert len(engine.tokens(reluctant)) > position + 1
+    engine.check_finished(reluctant)
+
+
+def test_eos_ends_a_request_unless_ignored(toy_engine: Any) -> None:
+    engine = toy_engine()
+    prompts = [[number, 3, 9] for number in range(30)]
+    names = [engine.add(prompt, max_tokens=30) for prompt in prompts]
+    engine.run()
+    ended = next(name for name in names if engine.finish_reason(name) is FinishReason.STOP)
+    assert engine.outputs[ended][-1].stop_token_id is None
+    ignoring = engine.add(list(engine.requests[ended].prompt_token_ids), max_tokens=30, ignore_eos=True)
+    engine.run()
+    assert len(engine.tokens(ignoring)) == 30
+
+
+def test_a_full_hit_computes_the_last_token_again(toy_engine: Any) -> None:
+    engine = toy_engine(block_size=8, max_num_batched_tokens=64)
+    prompt = list(range(24))
+    first = engine.add(prompt, ignore_eos=True)
+    engine.run()
+    again = engine.add(prompt, ignore_eos=True)
+    engine.run()
+    assert engine.tokens(first) == engine.tokens(again)
+    assert engine.outputs[first][0].num_cached_tokens == 0
+    assert engine.outputs[again][0].num_cached_tokens == 16
+    assert [output.num_cached_tokens for output in engine.outputs[again][1:]] == [0] * 7
+    assert (engine.core.stats.prefix_cache_hits, engine.core.stats.prefix_cache_queries) == (16, 48)
+
+
+def test_output_is_shared_as_well_as_prompts(toy_engine: Any) -> None:
+    engine = toy_engine(block_size=8, max_num_batched_tokens=64)
+    first = engine.add(list(range(10)), max_tokens=20, ignore_eos=True)
+    engine.run()
+    follow_up = engine.add([*range(10), *engine.tokens(first), 5], ignore_eos=True)
+    engine.run()
+    assert engine.outputs[follow_up][0].num_cached_tokens == 24
+
+
+def test_running_requests_share_a_prefix(toy_engine: Any) -> None:
+    engine = toy_engine(num_blocks=8, block_size=8, max_num_batched_tokens=64)
+    engine.add([2] * 33, max_tokens=4, ignore_eos=True)
+    engine.step()
+    engine.add([2] * 33, max_tokens=4, ignore_eos=True)
+    engine.step()
+    assert engine.core.stats.num_running == 2, "five blocks each would not fit seven"
+
+
+def test_salts_and_disabled_caching_share_nothing(toy_engine: Any) -> None:
+    for settings, salts in (({}, ("a", "b")), ({"prefix_caching": False}, ("", ""))):
+        engine = toy_engine(**settings)
+        for salt in salts:
+            engine.add([2] * 20, salt=salt)
+            engine.run()
+        assert engine.core.stats.prefix_cache_hits == 0
+
+
+def test_resetting_the_prefix_cache_forgets_it(toy_engine: Any) -> None:
+    engine = toy_engine()
+    engine.add([2] * 20)
+    engine.run()
+    engine.core.reset_prefix_cache()
+    engine.add([2] * 20)
+    engine.run()
+    assert engine.core.stats.prefix_cache_hits == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_prompt_logprobs_cover_the_prompt_once(toy_engine: Any, depth: int) -> None:
+    engine = toy_engine(depth=depth)
+    prompt = [number % 40 for number in range(50)]
+    engine.add(prompt)
+    engine.run()
+    name = engine.add(prompt, prompt_logprobs=0, logprobs=0)
+    engine.run()
+    first, *rest = engine.outputs[name]
+    assert first.num_cached_tokens == 0, "a hit would skip positions"
+    assert first.prompt_logprobs[0] is None
+    assert [entry.token_id for entry in first.prompt_logprobs[1:]] == prompt[1:]
+    assert all(output.prompt_logprobs is None for output in rest)
+    assert [output.logprobs[0].token_id for output in engine.outputs[name]] == engine.tokens(name)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_prompt_logprobs_survive_preemption(toy_engine: Any, depth: int) -> None:
+    engine = toy_engine(depth=depth, num_blocks=9, block_size=8, policy="priority", max_num_batched_tokens=16)
+    engine.add([3] * 30, max_tokens=30, ignore_eos=True)
+    engine.step()
+    late = engine.add([4] * 18, priority=1, max_tokens=20, ignore_eos=True, prompt_logprobs=0)
+    engine.run()
+    assert engine.core.stats.preemptions > 0
+    engine.check_finished(late)
+    sent = [output.prompt_logprobs for output in engine.outputs[late] if output.prompt_logprobs is not None]
+    assert [len(logprobs) for logprobs in sent] == [18]
+
+
+def test_the_last_in_policy_order_is_preempted_and_comes_back_first(toy_engine: Any) -> None:
+    engine = toy_engine(num_blocks=9, block_size=8, max_num_seqs=2, max_num_batched_tokens=64)
+    first = engine.add([2] * 20, max_tokens=40, ignore_eos=True)
+    second = engine.add([3] * 20, max_tokens=30, ignore_eos=True)
+    third = engine.add([4] * 3, max_tokens=2, ignore_eos=True)
+    engine.run()
+    order = [new.request_id for message in engine.client.messages for new in message.new]
+    assert order == [first, second, second, third]
+    resumed = [new for message in engine.client.messages for new in message.new if new.output_token_ids]
+    assert [new.request_id for new in resumed] == [second]
+    for name in (first, second, third):
+        engine.check_finished(name)
+    assert engine.core.stats.preemptions == 1
+
+
+def test_priorities_decide_who_is_admitted_and_who_is_preempted(toy_engine: Any) -> None:
+    engine = toy_engine(policy="priority", max_num_seqs=1)
+    low = engine.add([2] * 4, priority=5)
+    high = engine.add([3] * 4, priority=-1)
+    middle = engine.add([4] * 4, priority=0)
+    engine.run()
+    order = [new.request_id for message in engine.client.messages for new in message.new]
+    assert order == [high, middle, low]
+
+
+def test_nobody_is_preempted_for_blocks_that_are_about_to_come_back(toy_engine: Any) -> None:
+    engine = toy_engine(depth=2, num_blocks=9, block_size=8, max_num_batched_tokens=64)
+    growing = engine.add([2] * 17, max_tokens=30, ignore_eos=True)
+    other = engine.add([3] * 17, max_tokens=8, ignore_eos=True)
+    leaving = engine.add([4] * 7, max_tokens=20, ignore_eos=True)
+    while len(engine.tokens(growing)) < 5:
+        engine.step()
+    assert engine.core.stats.kv_cache_usage == 1
+    engine.core.abort([leaving])
+    engine.run()
+    assert engine.core.stats.preemptions == 0
+    engine.check_finished(growing)
+    engine.check_finished(other)
+
+
+def test_a_window_bounds_what_a_long_request_holds(toy_engine: Any) -> None:
+    engine = toy_engine(num_blocks=5, block_size=8, windows=(10,), max_model_len=120, max_num_batched_tokens=8)
+    name = engine.add([2] * 90, max_tokens=None, ignore_eos=True)
+    engine.run()
+    assert len(engine.tokens(name)) == 30
+    engine.check_finished(name)
+    engine.check_idle()
+
+
+def test_a_window_needs_only_the_end_of_a_cached_prefix(toy_engine: Any) -> None:
+    engine = toy_engine(num_blocks=40, block_size=8, windows=(0, 10), max_num_batched_tokens=64)
+    prompt = [number % 40 for number in range(60)]
+    engine.add(prompt, max_tokens=1)
+    engine.run()
+    again = engine.add(prompt, max_tokens=1)
+    engine.run()
+    assert engine.outputs[again][0].num_cached_tokens == 56
+    full, windowed = engine.client.messages[-1].scheduled[0].new_blocks
+    assert 0 not in full
+    assert windowed[:5] == [0] * 5
+    assert 0 not in windowed[5:]
+
+
+def test_cost_of_a_step_does_not_grow_with_the_queue(toy_engine: Any) -> None:
+    def calls_in_a_step(num_queued: int) -> int:
+        engine = toy_engine(num_blocks=400)
+        for number in range(4 + num_queued):
+            engine.add([number % 40] * 5, max_tokens=60, ignore_eos=True)
+        for _ in range(5):
+            engine.core.step()
+        scheduler = engine.core._scheduler
+        count = 0
+
+        def profile(frame: object, event: str, argument: object) -> None:
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        sys.setprofile(profile)
+        try:
+            scheduler.schedule()
+        finally:
+            sys.setprofile(None)
+        assert engine.core.stats.num_waiting == num_queued
+        return count
+
+    few, many = calls_in_a_step(1), calls_in_a_step(1000)
+    assert 0 < many <= few

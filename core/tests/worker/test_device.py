@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import logging
+import os
+
+import pytest
+import torch
+
+from fourfold.config.cache_config import CacheConfig
+from fourfold.config.engine_config import EngineConfig
+from fourfold.config.model_config import ModelConfig
+from fourfold.errors import ConfigError
+from fourfold.worker.device import CpuDevice, choose_cpu_dtype, choose_threads, cpu_features, open_device
+
+
+@pytest.mark.parametrize(
+    ("wanted", "features", "dtype", "reason"),
+    [
+        ("auto", {"avx512_bf16"}, torch.bfloat16, "this cpu has avx512_bf16"),
+        ("auto", {"amx_bf16", "avx512_bf16"}, torch.bfloat16, "this cpu has amx_bf16 and avx512_bf16"),
+        ("auto", {"avx2"}, torch.float32, "neither avx512_bf16 nor amx_bf16"),
+        ("float32", {"avx512_bf16"}, torch.float32, "asked for"),
+        ("bfloat16", set(), torch.bfloat16, "asked for"),
+    ],
+)
+def test_dtype(wanted, features, dtype, reason) -> None:
+    choice = choose_cpu_dtype(wanted, frozenset(features))
+    assert choice.dtype == dtype
+    assert choice.name == str(dtype).removeprefix("torch.")
+    assert reason in choice.reason
+
+
+def test_float16_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--dtype is float16, .* use bfloat16, float32 or auto"):
+        choose_cpu_dtype("float16", frozenset({"avx512_bf16"}))
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "variable", "threads"),
+    [(8, 1, None, 8), (8, 3, None, 2), (2, 4, None, 1), (8, 2, "3", 3), (8, 2, "", 4), (8, 2, "0", 4), (8, 2, "x", 4)],
+)
+def test_threads(cores: int, workers: int, variable: str | None, threads: int) -> None:
+    assert choose_threads(cores, workers, variable) == threads
+
+
+def test_open_device_sets_threads_and_says_what_it_chose(monkeypatch, caplog) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    try:
+        with caplog.at_level(logging.INFO, logger="fourfold.worker.device"):
+            device = open_device(EngineConfig(model=ModelConfig(dtype="float32")), local_rank=0, local_workers=3)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+    assert (device.name, device.dtype, device.torch_device.type) == ("cpu", torch.float32, "cpu")
+    assert "float32: asked for; 1 thread(s)" in caplog.text
+
+
+def test_cache_bytes() -> None:
+    device = CpuDevice(dtype=torch.float32)
+    assert device.cache_bytes(CacheConfig(kv_cache_memory=12345)) == 12345
+    assert 0 < device.cache_bytes(CacheConfig()) <= 1 << 30
+    many = CpuDevice(dtype=torch.float32, local_workers=1 << 20)
+    assert many.cache_bytes(CacheConfig()) < device.cache_bytes(CacheConfig())
+
+
+def test_zeros_take_memory_only_when_touched() -> None:
+    tensor = CpuDevice(dtype=torch.bfloat16).zeros((1 << 20, 1 << 10), torch.bfloat16)  # 2 GiB
+    with open("/proc/self/statm", encoding="ascii") as file:
+        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    assert resident < 1 << 31
+    assert tensor.shape == (1 << 20, 1 << 10)
+    assert tensor.data_ptr() % 4096 == 0
+    tensor[-1] = 3
+    assert (float(tensor[-1, -1]), float(tensor[0, 0])) == (3.0, 0.0)
+
+
+def test_mirrors_share_memory_on_a_cpu() -> None:
+    mirror = CpuDevice(dtype=torch.float32).mirror((4, 2), torch.int32)
+    view = mirror.upload(3)
+    mirror.host[1] = 7
+    assert view.tolist() == [[0, 0], [7, 7], [0, 0]]
+    assert mirror.upload(1).data_ptr() == view.data_ptr()
+
+
+def test_this_machine_says_its_features() -> None:
+    assert "sse2" in cpu_features() or os.uname().machine != "x86_64"

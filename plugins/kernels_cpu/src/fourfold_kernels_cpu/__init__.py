@@ -1,0 +1,3 @@
+"""AVX-512 bf16 kernels in C++ behind a plain C ABI, compiled at first use. Importing this compiles and loads nothing."""
+
+from __future__ import annotations

@@ -1,0 +1,37 @@
+"""Memory for packed weights on transparent huge pages: reading weights is bound by memory, and 4 KiB pages cost TLB."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import Final
+
+import torch
+
+_HUGE: Final = 2 << 20
+_CHUNK: Final = 32 << 20
+_ALIGNMENT: Final = 4096
+
+
+class WeightArena:
+    """Hands out zeroed bf16 tensors that live as long as they are used; small ones share a mapping."""
+
+    def __init__(self) -> None:
+        self._mapping: mmap.mmap | None = None
+        self._next = 0
+        self._end = 0
+
+    def zeros(self, elements: int) -> torch.Tensor:
+        """A zeroed bf16 tensor of that many elements, aligned to a page."""
+        size = max(elements * 2, 2)
+        if self._mapping is None or self._next + size > self._end:
+            length = -(-max(size, _CHUNK) // _HUGE) * _HUGE + _HUGE
+            self._mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                self._mapping.madvise(mmap.MADV_HUGEPAGE)
+            address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+            self._next = -address % _HUGE
+            self._end = length
+        offset = self._next
+        self._next += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return torch.frombuffer(self._mapping, dtype=torch.bfloat16, count=max(elements, 1), offset=offset)[:elements]

@@ -1,0 +1,100 @@
+"""What /metrics shows: this server's requests, and the engines' own counts. Aggregate counters over servers by sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from fourfold.client.engine_client import EngineClient
+from fourfold.client.engine_link import EngineLink, EngineState
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+
+
+class Metrics:
+    """Instruments of one API server, in a registry of their own."""
+
+    def __init__(self, client: EngineClient, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        label = {"model_name": model_name}
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "From the request's arrival to its first token.", SECONDS, label
+        )
+        self.inter_token_latency = self._histogram(
+            "inter_token_latency_seconds", "From one token of an output to the next.", SECONDS, label
+        )
+        self.request_latency = self._histogram(
+            "e2e_request_latency_seconds", "From the request's arrival to the end of an output.", SECONDS, label
+        )
+        self.prompt_length = self._histogram("request_prompt_tokens", "Prompt tokens of a choice.", TOKENS, label)
+        self.output_length = self._histogram("request_generation_tokens", "Output tokens of a choice.", TOKENS, label)
+        self._requests = Counter(
+            "fourfold_requests", "Choices that ended.", ("model_name", "finish_reason"), registry=self.registry
+        )
+        self._http_requests = Counter(
+            "fourfold_http_requests", "Requests answered.", ("method", "path", "status"), registry=self.registry
+        )
+        self._model_name = model_name
+        self.registry.register(_EngineCollector(client, model_name))
+
+    def count_choice(self, finish_reason: str) -> None:
+        """Count a choice that ended; aborts have the reason ``abort``."""
+        self._requests.labels(self._model_name, finish_reason).inc()
+
+    def count_http(self, method: str, path: str, status: int) -> None:
+        """Count an answered request; ``path`` is a route's, never what a client made up."""
+        self._http_requests.labels(method, path, str(status)).inc()
+
+    def render(self) -> bytes:
+        """The text that Prometheus reads."""
+        return bytes(generate_latest(self.registry))
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], label: dict[str, str]) -> Histogram:
+        family = Histogram(f"fourfold_{name}", text, tuple(label), buckets=buckets, registry=self.registry)
+        return family.labels(**label)
+
+
+class _EngineCollector(Collector):
+    """The engines' last reports, one series an engine."""
+
+    def __init__(self, client: EngineClient, model_name: str) -> None:
+        self._client = client
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        for name, text, read in _GAUGES:
+            yield self._family(GaugeMetricFamily(f"fourfold_{name}", text, labels=_LABELS), read)
+        for name, text, read in _COUNTERS:
+            yield self._family(CounterMetricFamily(f"fourfold_{name}", text, labels=_LABELS), read)
+
+    def _family(
+        self, family: GaugeMetricFamily | CounterMetricFamily, read: Callable[[EngineLink], float]
+    ) -> GaugeMetricFamily | CounterMetricFamily:
+        for link in self._client.links:
+            family.add_metric([self._model_name, str(link.engine)], read(link))
+        return family
+
+
+_LABELS = ("model_name", "engine")
+_Reading = tuple[str, str, Callable[[EngineLink], float]]
+_GAUGES: tuple[_Reading, ...] = (
+    ("engine_up", "1 when the engine takes requests.", lambda link: float(link.state is EngineState.READY)),
+    ("num_requests_running", "Requests in the batch.", lambda link: link.stats.num_running),
+    ("num_requests_waiting", "Requests in the queue.", lambda link: link.stats.num_waiting),
+    ("kv_cache_usage", "Share of KV-cache blocks in use, 0 to 1.", lambda link: link.stats.kv_cache_usage),
+)
+_COUNTERS: tuple[_Reading, ...] = (
+    ("steps", "Steps finished.", lambda link: link.stats.num_steps),
+    ("prompt_tokens", "Prompt tokens computed or found.", lambda link: link.stats.prompt_tokens),
+    ("generation_tokens", "Tokens sampled.", lambda link: link.stats.generation_tokens),
+    ("num_preemptions", "Requests taken off the batch to free blocks.", lambda link: link.stats.preemptions),
+    ("prefix_cache_queries", "Prompt tokens looked up.", lambda link: link.stats.prefix_cache_queries),
+    ("prefix_cache_hits", "Prompt tokens found in the cache.", lambda link: link.stats.prefix_cache_hits),
+    ("step_seconds", "Seconds spent in steps.", lambda link: link.stats.step_seconds),
+    ("step_overhead_seconds", "Of these, outside the model.", lambda link: link.stats.overhead_seconds),
+)

@@ -1,0 +1,85 @@
+"""What all routes of one API server share. Knows no route."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fourfold.client.engine_client import EngineClient
+from fourfold.client.engine_link import EngineState
+from fourfold.contracts.tokenizer import Tokenizer
+from fourfold.errors import RequestError
+from fourfold.text.chat_template import ChatTemplate
+from fourfold_server.config import ServerConfig
+from fourfold_server.metrics import Metrics
+from fourfold_server.text_pool import TextPool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModel:
+    """The text side of the model that the engines run."""
+
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    eos_token_ids: tuple[int, ...]
+    vocabulary_size: int
+    """Token ids that the engines take: 0 to this, exclusive."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ServerState:
+    """Built by whoever starts the server, which also sets ``model`` and ``draining`` when the time comes."""
+
+    config: ServerConfig
+    client: EngineClient
+    served_names: tuple[str, ...]
+    """The first is the one in replies."""
+    topology: Callable[[], dict[str, Any]]
+    stall_timeout: float = 60.0
+    """Seconds without a step, with requests running, after which /health fails."""
+    model: ServedModel | None = None
+    """None while it loads."""
+    draining: bool = False
+    """Set at SIGTERM: no new requests."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    """Unix seconds."""
+    metrics: Metrics = field(init=False)
+    text_pool: TextPool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.client, self.served_names[0])
+        self.text_pool = TextPool()
+
+    def unready_reason(self) -> str | None:
+        """Why no request is taken now; None: they are."""
+        if self.draining:
+            return "the server is shutting down"
+        if self.model is None:
+            return "the model is loading"
+        states = self.client.engine_states
+        if EngineState.READY in states:
+            return None
+        return "no engine is ready: " + ", ".join(f"engine {index} is {state}" for index, state in enumerate(states))
+
+    def serving(self) -> ServedModel:
+        """The model. Raises RequestError with status 503 when no request is taken now."""
+        reason = self.unready_reason()
+        if reason is not None or self.model is None:
+            raise RequestError(f"{reason}; try again later", status=503)
+        return self.model
+
+    def check_model_name(self, name: str) -> None:
+        """Raise RequestError with status 404 for a model that is not served."""
+        if name not in self.served_names:
+            raise RequestError(
+                f"no model called {name!r}; served: {', '.join(self.served_names)}",
+                parameter="model",
+                code="model_not_found",
+                status=404,
+            )
+
+    def close(self) -> None:
+        """End the threads; the client is its owner's to close. Twice is harmless."""
+        self.text_pool.close()

@@ -1,0 +1,57 @@
+"""An engine process for tests: does what the file ``behaviours`` in the run directory says for its incarnation."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+
+from fourfold.messages import EngineFailed, EngineReady
+from fourfold.supervision.parent_watch import connect_to_parent
+
+
+def main() -> None:
+    link = connect_to_parent()
+    folder = Path(sys.argv[1])
+    incarnation = int(sys.argv[sys.argv.index("--incarnation") + 1])
+    behaviours = (folder / "behaviours").read_text().split()
+    behaviour = behaviours[min(incarnation, len(behaviours)) - 1]
+    stopped = threading.Event()
+    link.on_stop(stopped.set)
+    if behaviour in {"refuse", "break"}:
+        failed = EngineFailed(
+            engine=0,
+            incarnation=incarnation,
+            message="no such model" if behaviour == "refuse" else "ValueError: boom",
+            traceback="Traceback: boom",
+            refused=behaviour == "refuse",
+        )
+        link.report(msgspec.msgpack.encode(failed))
+        sys.exit(1)
+    if behaviour == "exit-9":
+        os._exit(9)
+    if behaviour == "hang":
+        threading.Event().wait(60)
+    ready = EngineReady(
+        engine=0,
+        incarnation=incarnation,
+        num_blocks=8,
+        kv_cache_tokens=128,
+        kv_cache_bytes=1024,
+        max_model_len=64,
+        device="cpu",
+        dtype="float32",
+        backends={"attention": "torch"},
+    )
+    link.report(msgspec.msgpack.encode(ready))
+    if behaviour == "die-when-ready":
+        os.kill(os.getpid(), signal.SIGKILL)
+    stopped.wait(60)
+
+
+if __name__ == "__main__":
+    main()

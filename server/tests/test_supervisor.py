@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold.config.parallel_config import ParallelConfig
+from fourfold.config.timeout_config import TimeoutConfig
+from fourfold.messages import EngineReady
+from fourfold.supervision.run_directory import RunDirectory, deployments
+from fourfold_server.config import OnFailure
+from fourfold_server.process_table import ProcessTable
+from fourfold_server.supervisor import EngineCommand, EngineSupervisor, Failure
+
+DEADLINE = 20.0
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.events: queue.Queue[tuple[Any, ...]] = queue.Queue()
+
+    def engine_starting(self, engine: int, incarnation: int) -> None:
+        self.events.put(("starting", incarnation))
+
+    def engine_ready(self, ready: EngineReady) -> None:
+        self.events.put(("ready", ready.incarnation))
+
+    def engine_dead(self, engine: int, reason: str) -> None:
+        self.events.put(("dead", reason))
+
+    def gave_up(self, failure: Failure) -> None:
+        self.events.put(("gave up", failure.message, failure.status))
+
+    def next(self) -> tuple[Any, ...]:
+        return self.events.get(timeout=DEADLINE)
+
+
+class Deployment:
+    def __init__(self, folder: Path, behaviours: str, on_failure: OnFailure, startup_timeout: float) -> None:
+        self.root = folder
+        self.run_directory = RunDirectory.create(folder)
+        self.run_directory.write_file("behaviours", behaviours.encode())
+        self.listener = Listener()
+        self.table = ProcessTable(self.run_directory, ParallelConfig())
+        command = EngineCommand(
+            run_directory=self.run_directory.path, num_api_servers=1, log_level="info", module="fake_engine"
+        )
+        self.supervisor = EngineSupervisor(
+            command,
+            self.listener,
+            self.table,
+            num_engines=1,
+            timeouts=TimeoutConfig(startup_timeout=startup_timeout),
+            on_failure=on_failure,
+        )
+        self.supervisor.start()
+
+    def close(self) -> None:
+        self.supervisor.close()
+        self.run_directory.close()
+
+    def engines(self) -> list[tuple[str, int]]:
+        return [
+            (process["state"], process["pid"])
+            for process in self.table.topology()["processes"]
+            if process["role"] == "engine_core"
+        ]
+
+
+Start = Callable[..., Deployment]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    made: list[Deployment] = []
+
+    def start(behaviours: str, *, on_failure: OnFailure = "restart", startup_timeout: float = 60.0) -> Deployment:
+        made.append(Deployment(tmp_path, behaviours, on_failure, startup_timeout))
+        return made[-1]
+
+    yield start
+    for deployment in made:
+        deployment.close()
+
+
+def test_an_engine_gets_ready_and_ends_when_asked(start: Start) -> None:
+    deployment = start("ready")
+    assert [deployment.listener.next() for _ in range(2)] == [("starting", 1), ("ready", 1)]
+    ((state, pid),) = deployment.engines()
+    assert state == "running"
+    (shown,) = deployments(deployment.root)
+    assert [(process.label, process.pid) for process in shown.processes] == [("DP0", pid)]
+    deployment.supervisor.close()
+    deployment.supervisor.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert deployment.listener.events.empty()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "message", "status"),
+    [
+        ("refuse", "no such model", 2),
+        ("break", "engine_core DP0 failed during start-up: ValueError: boom", 1),
+        ("exit-9", "engine_core DP0 exited with code 9 during start-up", 1),
+    ],
+)
+def test_a_first_start_that_fails_is_the_end(start: Start, behaviour: str, message: str, status: int) -> None:
+    listener = start(behaviour).listener
+    assert [listener.next() for _ in range(2)] == [("starting", 1), ("gave up", message, status)]
+
+
+def test_a_start_has_a_deadline(start: Start) -> None:
+    listener = start("hang", startup_timeout=0.2).listener
+    assert listener.next() == ("starting", 1)
+    text = "engine_core DP0 was not ready within 0.2 s (--startup-timeout)"
+    assert listener.next() == ("gave up", text, 1)
+
+
+def test_a_killed_engine_is_restarted(start: Start) -> None:
+    deployment = start("ready")
+    listener = deployment.listener
+    assert [listener.next() for _ in range(2)] == [("starting", 1), ("ready", 1)]
+    ((_, pid),) = deployment.engines()
+    before = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    assert listener.next() == ("dead", "engine_core DP0 was killed by signal 9 (SIGKILL) while running")
+    assert time.monotonic() - before < 2
+    assert [listener.next() for _ in range(2)] == [("starting", 2), ("ready", 2)]
+    ((state, new_pid),) = deployment.engines()
+    assert state == "running"
+    assert new_pid != pid
+
+
+def test_the_exit_policy_ends_the_deployment(start: Start) -> None:
+    listener = start("die-when-ready", on_failure="exit").listener
+    reason = "engine_core DP0 was killed by signal 9 (SIGKILL) while running"
+    events = [listener.next() for _ in range(4)]
+    assert events == [("starting", 1), ("ready", 1), ("dead", reason), ("gave up", reason, 1)]
+
+
+def test_rapid_failures_are_not_restarted_for_ever(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fourfold_server.supervisor.MAX_RAPID_CRASHES", 2)
+    listener = start("die-when-ready exit-9").listener
+    reason = "engine_core DP0 was killed by signal 9 (SIGKILL) while running"
+    assert [listener.next() for _ in range(3)] == [("starting", 1), ("ready", 1), ("dead", reason)]
+    assert [listener.next() for _ in range(2)] == [("starting", 2), ("starting", 3)]
+    text = "engine_core DP0 exited with code 9 during start-up; it is not restarted again after 3 rapid failures"
+    assert listener.next() == ("gave up", text, 1)
+
+
+def test_an_engine_that_is_starting_is_ended_at_once(start: Start) -> None:
+    deployment = start("hang")
+    assert deployment.listener.next() == ("starting", 1)
+    before = time.monotonic()
+    deployment.supervisor.close(grace=30)
+    assert time.monotonic() - before < 5
