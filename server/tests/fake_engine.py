@@ -34,6 +34,9 @@ def main() -> None:
         sys.exit(1)
     if behaviour == "exit-9":
         os._exit(9)
+    if behaviour == "babble":
+        link.report(b"\xc1")
+        threading.Event().wait(60)
     if behaviour == "hang":
         threading.Event().wait(60)
     ready = EngineReady(

@@ -163,3 +163,11 @@ def test_an_engine_that_is_starting_is_ended_at_once(start: Start) -> None:
     before = time.monotonic()
     deployment.supervisor.close(grace=30)
     assert time.monotonic() - before < 5
+
+
+def test_a_report_that_makes_no_sense_is_the_end(start: Start) -> None:
+    listener = start("babble").listener
+    assert listener.next() == ("starting", 1)
+    name, message, status = listener.next()
+    assert (name, status) == ("gave up", 1)
+    assert message.startswith("the supervisor failed: DecodeError: ")

@@ -121,7 +121,10 @@ def check_settings(returned: object, origin: Origin) -> type[Any]:
 def _marked_functions(plugin: object) -> Iterator[tuple[str, Callable[..., object], Mapping[str, Any]]]:
     for attribute in dir(plugin):
         # getattr_static does not run properties of plugins that are objects
-        if not hasattr(inspect.getattr_static(plugin, attribute, None), _IMPLEMENTATION_MARK):
+        found = inspect.getattr_static(plugin, attribute, None)
+        if isinstance(found, (staticmethod, classmethod)):
+            found = found.__func__
+        if not hasattr(found, _IMPLEMENTATION_MARK):
             continue
         function = getattr(plugin, attribute)
         yield attribute, function, getattr(function, _IMPLEMENTATION_MARK)

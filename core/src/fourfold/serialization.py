@@ -45,7 +45,10 @@ class Codec:
 
     def encode(self, value: object) -> bytes:
         """``value`` as bytes; raises Unsupported naming the type of what cannot travel."""
-        return msgspec.msgpack.encode(self._pack(value))
+        try:
+            return msgspec.msgpack.encode(self._pack(value))
+        except (OverflowError, ValueError) as error:
+            raise Unsupported(f"a value cannot travel between processes: {error}") from error
 
     def decode(self, data: bytes | bytearray | memoryview) -> Any:
         """The value that ``data`` holds; tensors are on the CPU and own their memory.

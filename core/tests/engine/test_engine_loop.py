@@ -67,9 +67,7 @@ class FakeCore:
         outputs: dict[int, list[RequestOutput]] = {}
         for name, (client, left) in list(self.left.items()):
             ended = FinishReason.LENGTH if left == 1 else None
-            outputs.setdefault(client, []).append(
-                RequestOutput(request_id=name, token_ids=[left], finish_reason=ended)
-            )
+            outputs.setdefault(client, []).append(RequestOutput(request_id=name, token_ids=[left], finish_reason=ended))
             self.left[name] = (client, left - 1)
             if ended:
                 del self.left[name]

@@ -22,7 +22,15 @@ LAYOUTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_storm_equals_plain_loop(toy_engine: Any, layout: dict[str, Any], depth: int) -> None:
-    for seed in range(6):
+    for seed in range(3):
+        _storm(toy_engine, layout, depth, seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_many_storms_equal_plain_loop(toy_engine: Any, layout: dict[str, Any], depth: int) -> None:
+    for seed in range(3, 40):
         _storm(toy_engine, layout, depth, seed)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import pytest
 import torch
@@ -96,10 +97,14 @@ def reference_greedy(prompt: Sequence[int], count: int) -> list[int]:
     return known[len(prompt) :]
 
 
+class Steps(Protocol):
+    def execute(self, message: StepMessage) -> StepOutput: ...
+
+
 class Driver:
     """Plays the engine: hands out blocks and slots, and sends steps."""
 
-    def __init__(self, runner: ModelRunner, *, num_groups: int, num_blocks: int, block_size: int = BLOCK) -> None:
+    def __init__(self, runner: Steps, *, num_groups: int, num_blocks: int, block_size: int = BLOCK) -> None:
         self.runner = runner
         self._block_size = block_size
         # Backwards, so that a table that is read in the wrong order shows.
@@ -132,6 +137,14 @@ class Driver:
         self._ended.append(slot)
         for free, table in zip(self._free, self.tables.pop(slot)):
             free.extend(table)
+
+    def restart(self, slot: int) -> None:
+        """Compute everything anew in other blocks."""
+        for free, table in zip(self._free, self.tables[slot]):
+            free[:0] = table  # the far end, so that others are handed out
+            table.clear()
+        self.computed[slot] = 0
+        self._fresh.add(slot)
 
     def message(self, work: dict[int, int | None]) -> StepMessage:
         """Slot -> number of tokens, None for all that are known; in this order."""
@@ -215,3 +228,8 @@ def greedy_reference() -> Callable[[Sequence[int], int], list[int]]:
 @pytest.fixture
 def logits_reference() -> Callable[[Sequence[int]], torch.Tensor]:
     return reference_logits
+
+
+@pytest.fixture
+def make_driver() -> MakeDriver:
+    return Driver

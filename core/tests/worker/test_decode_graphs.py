@@ -62,7 +62,7 @@ def test_decodes_replay_padded_graphs_and_agree_with_plain_steps(drive, history_
     prompts = {0: [1, 2], 1: [50] * 9, 2: [7], 3: [8, 9, 10], 4: [96]}
     for slot, prompt in prompts.items():
         driver.add(slot, prompt)
-    outputs = {slot: ids for slot, ids in driver.generate(list(prompts), 1).items()}
+    outputs = driver.generate(list(prompts), 1)
     assert operators.graphs == []  # prompts, and five are more than the largest size
     for slots in ([0, 1, 2], [3], [2, 4, 0, 1], [0, 3], [0, 1, 2, 3, 4], [1, 2, 3]):
         for slot, ids in driver.generate(slots, 3).items():

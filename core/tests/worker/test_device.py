@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 
 import pytest
@@ -86,3 +87,9 @@ def test_mirrors_share_memory_on_a_cpu() -> None:
 
 def test_this_machine_says_its_features() -> None:
     assert "sse2" in cpu_features() or os.uname().machine != "x86_64"
+
+
+def test_finite_rows() -> None:
+    rows = torch.zeros(5, 40)
+    rows[1, 7], rows[2, 39], rows[3, 0], rows[4, 1] = math.nan, math.inf, -math.inf, 3e38
+    assert CpuDevice(dtype=torch.float32).finite_rows(rows).tolist() == [True, False, False, False, True]

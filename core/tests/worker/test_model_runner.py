@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 import random
+from time import perf_counter
 
-import numpy as np
 import pytest
 import torch
 
 from fourfold.errors import EngineError
 from fourfold.messages import StepMessage
 from fourfold.sampling_params import SamplingParams
+from fourfold.worker.step_inputs import StepPlan
 
 PROMPTS = {0: [5, 9, 3], 1: [40] * 9 + [2], 2: list(range(20)), 3: [96]}
 
@@ -83,16 +84,9 @@ def test_preempted_requests_come_back_with_their_output(drive, greedy_reference)
 def test_reset_blocks_starts_an_empty_table(drive, greedy_reference) -> None:
     driver = drive()
     driver.add(0, [9] * 20)
-    driver.generate([0], 2)
-    driver.computed[0] = 0
-    for free, table in zip(driver._free, driver.tables[0]):
-        free[:0] = table  # the far end, so that other blocks are handed out
-        table.clear()
-    driver._fresh.add(0)
-    known = driver.known[0]
-    assert known == 22
-    driver.known[0] = known
-    assert driver.generate([0], 3)[0] == greedy_reference([9] * 20, 5)[2:]
+    output = driver.generate([0], 2)[0]
+    driver.restart(0)
+    assert output + driver.generate([0], 3)[0] == greedy_reference([9] * 20, 5)
 
 
 def test_a_random_schedule_gives_every_request_its_own_text(drive, greedy_reference) -> None:
@@ -216,6 +210,13 @@ def test_warm_up_leaves_nothing_behind(drive, history_model, greedy_reference) -
     assert driver.generate([0], 4)[0] == greedy_reference([5, 6], 4)
 
 
+@pytest.mark.parametrize("limits", [{"max_num_batched_tokens": 1, "max_num_seqs": 1}, {"max_model_len": 2}])
+def test_warm_up_within_the_smallest_limits(drive, history_model, limits) -> None:
+    model = history_model()
+    drive(model, **limits).runner.warm_up()
+    assert model.forwards == [1, 1]
+
+
 def test_an_empty_step(drive) -> None:
     assert drive().runner.execute(StepMessage(step=3, ended=[0])).step == 3
 
@@ -226,10 +227,6 @@ def test_a_layer_without_a_group_is_refused(drive) -> None:
 
 
 def test_building_inputs_of_16_decodes_is_fast(drive) -> None:
-    from time import perf_counter
-
-    from fourfold.worker.step_inputs import StepPlan
-
     driver = drive(max_num_seqs=16)
     for slot in range(16):
         driver.add(slot, [1, 2])
@@ -243,4 +240,4 @@ def test_building_inputs_of_16_decodes_is_fast(drive) -> None:
         buffers.fill(plan)
         buffers.upload(plan)
         seconds.append(perf_counter() - started)
-    assert np.min(seconds) < 300e-6  # 100 us on an idle machine
+    assert min(seconds) < 300e-6  # 45 us on an idle machine

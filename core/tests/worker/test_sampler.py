@@ -157,7 +157,9 @@ def test_min_tokens_leaves_eos_when_eos_is_ignored() -> None:
 
 def test_min_tokens_without_anything_that_ends() -> None:
     logits = torch.randn(1, VOCABULARY)
-    assert Bench(SamplingParams(temperature=0.0, min_tokens=5)).sample(logits, position=0).token_ids[0] == logits.argmax()
+    assert (
+        Bench(SamplingParams(temperature=0.0, min_tokens=5)).sample(logits, position=0).token_ids[0] == logits.argmax()
+    )
 
 
 def test_penalties_count_as_the_output_grows() -> None:
@@ -218,3 +220,10 @@ def test_broken_rows_are_named_and_hurt_nobody(value: float) -> None:
     assert sampled.token_ids[[0, 2]].tolist() == healthy.token_ids[[0, 2]].tolist()
     assert sampled.logprobs == healthy.logprobs
     assert healthy.broken.tolist() == []
+
+
+def test_logprobs_know_nothing_of_the_cut() -> None:
+    logits = torch.randn(1, VOCABULARY)
+    entry = Bench(SamplingParams(seed=2, top_k=2, logprobs=5)).sample(logits).logprobs[0]
+    expected = torch.log_softmax(logits.double(), -1)[0].topk(5).values
+    assert [value for _, value in entry.top] == pytest.approx(expected.tolist(), abs=1e-5)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from fourfold.config.engine_config import EngineConfig
 from fourfold.contracts.attention_backend import AttentionSpec
 from fourfold.entries import AttentionContext, ComputeContext
 from fourfold_kernels_cpu.cpu_support import unsupported_reason
-
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from fourfold.contracts.attention_backend import AttentionMetadata
 from fourfold.errors import Unsupported
 from fourfold_kernels_cpu.attention import Avx512Attention
@@ -86,9 +87,7 @@ def reference(spec, qkv, first):
 
 
 def check(batch, got):
-    expected = [
-        reference(batch.spec, qkv, context) for qkv, (context, _) in zip(batch.qkv, batch.lengths, strict=True)
-    ]
+    expected = [reference(batch.spec, qkv, context) for qkv, (context, _) in zip(batch.qkv, batch.lengths, strict=True)]
     torch.testing.assert_close(got.float(), torch.cat(expected), rtol=2e-2, atol=1.5e-2)
 
 
@@ -161,7 +160,7 @@ def test_chunked_prefill_equals_one_prefill(attention_context):
 
 @pytest.mark.parametrize("rotary_dim", [64, 32, 20])
 def test_rotation_and_cache_contents(attention_context, rotary_dim):
-    backend, spec = make(attention_context, rotary_dim=rotary_dim)
+    backend, _ = make(attention_context, rotary_dim=rotary_dim)
     tokens, half = 50, rotary_dim // 2
     qkv = torch.randn(tokens, 15 * 64).bfloat16()
     positions = torch.randint(0, 200, (tokens,))
@@ -197,7 +196,9 @@ def test_empty_batch_and_empty_sequences(attention_context):
     metadata = batch.metadata([(0, 0, 1)])
     metadata.sequence_lengths.zero_()  # a padding row of a recorded program
     metadata.slot_mapping.fill_(-1)
-    out = backend.rotate_and_attend(batch.qkv[0][:1].clone(), torch.zeros(1, dtype=torch.int64), None, batch.cache, metadata)
+    out = backend.rotate_and_attend(
+        batch.qkv[0][:1].clone(), torch.zeros(1, dtype=torch.int64), None, batch.cache, metadata
+    )
     assert torch.equal(out, torch.zeros_like(out))
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from fourfold.errors import Unsupported
 from fourfold.layers.torch_operators import TorchOperators
 from fourfold_kernels_cpu.operators import Avx512Operators

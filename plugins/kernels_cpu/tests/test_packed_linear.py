@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from fourfold.errors import Unsupported
 from fourfold_kernels_cpu.packed_linear import PackedLinearMethod
 
@@ -16,7 +17,9 @@ def pack(method, dense, bias=None):
     return weight
 
 
-@pytest.mark.parametrize(("out_features", "in_features"), [(960, 576), (100, 77), (33, 32), (5, 3), (64, 1536), (31, 1)])
+@pytest.mark.parametrize(
+    ("out_features", "in_features"), [(960, 576), (100, 77), (33, 32), (5, 3), (64, 1536), (31, 1)]
+)
 @pytest.mark.parametrize("bias", [False, True])
 def test_matches_fp32_product(compute_context, out_features, in_features, bias):
     method = PackedLinearMethod(compute_context)

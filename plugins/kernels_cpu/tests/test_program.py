@@ -6,12 +6,15 @@ import gc
 
 import pytest
 import torch
+
 from fourfold.contracts.attention_backend import AttentionMetadata
+from fourfold.contracts.step_graph import StepRecorder
 from fourfold.errors import Unsupported
 from fourfold_kernels_cpu.attention import Avx512Attention
 from fourfold_kernels_cpu.operators import Avx512Operators
 from fourfold_kernels_cpu.packed_linear import PackedLinearMethod
 from fourfold_kernels_cpu.program import KernelProgram
+from fourfold_kernels_cpu.recording_operators import RecordingOperators
 
 HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCABULARY = 192, 6, 2, 32, 320, 1000
 
@@ -25,7 +28,9 @@ class TinyModel:
             attention_context(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, scale=DIM**-0.5, rotary_dim=DIM)
         )
         qkv = (HEADS + 2 * KV_HEADS) * DIM
-        sizes = [(qkv, HIDDEN), (HIDDEN, HEADS * DIM), (2 * INNER, HIDDEN), (HIDDEN, INNER)] * 2 + [(VOCABULARY, HIDDEN)]
+        sizes = [(qkv, HIDDEN), (HIDDEN, HEADS * DIM), (2 * INNER, HIDDEN), (HIDDEN, INNER)] * 2 + [
+            (VOCABULARY, HIDDEN)
+        ]
         self.weights = [self.pack(out_features, in_features) for out_features, in_features in sizes]
         self.norm = torch.ones(HIDDEN).bfloat16()
         angles = torch.arange(512)[:, None] / (100.0 ** (torch.arange(DIM // 2) / (DIM // 2)))
@@ -55,9 +60,7 @@ class TinyModel:
         for layer in range(2):
             qkv, out, up, down = self.weights[layer * 4 : layer * 4 + 4]
             heads = self.linear.apply(qkv, x)
-            x = self.attention.rotate_and_attend(
-                heads, self.positions, self.cos_sin, self.caches[layer], self.metadata
-            )
+            x = self.attention.rotate_and_attend(heads, self.positions, self.cos_sin, self.caches[layer], self.metadata)
             x, residual = self.operators.add_rms_norm(self.linear.apply(out, x), residual, self.norm, 1e-5)
             x = self.operators.gated(self.linear.apply(up, x), "silu")
             x, residual = self.operators.add_rms_norm(self.linear.apply(down, x), residual, self.norm, 1e-5)
@@ -79,7 +82,6 @@ def test_replay_equals_eager(compute_context, attention_context, thread_counts, 
     recorded = TinyModel(compute_context, attention_context, batch)
     recorded.weights = eager.weights
     program = KernelProgram()
-    recorded.metadata.slot_mapping.fill_(-1)
     with program.capture():
         logits, ids = recorded.step()
     gc.collect()
@@ -95,15 +97,13 @@ def test_replay_equals_eager(compute_context, attention_context, thread_counts, 
 
 def test_program_keeps_what_it_needs(compute_context):
     operators = Avx512Operators(compute_context)
-    program, x = KernelProgram(), torch.randn(4, 64).bfloat16()
+    program, x, weight = KernelProgram(), torch.randn(4, 64).bfloat16(), torch.randn(64).bfloat16()
+    expected = operators.rms_norm(x, weight, 1e-5)
     with program.capture():
-        out = operators.rms_norm(operators.gated(x, "silu"), torch.ones(32).bfloat16().clone(), 1e-5) if False else None
-        out = operators.rms_norm(x, x[0], 1e-5)
-    expected = operators.rms_norm(x, x[0], 1e-5)
-    del x
+        out = operators.rms_norm(x, weight, 1e-5)
+    del x, weight
     gc.collect()
     junk = [torch.randn(4, 64).bfloat16() for _ in range(50)]
-    out.zero_()
     program.replay()
     assert torch.equal(out, expected)
     assert len(junk) == 50
@@ -117,7 +117,7 @@ def test_arena_reuses_what_was_let_go(compute_context):
         view = first[1:]
         del first
         second = operators.rms_norm(x, weight, 1e-5)
-        assert second.data_ptr() + 128 != view.data_ptr()
+        assert second.data_ptr() + 128 != view.data_ptr()  # a view keeps the memory
         address = second.data_ptr()
         del second
         third = operators.rms_norm(x, weight, 1e-5)
@@ -143,3 +143,30 @@ def test_captures_do_not_nest_and_happen_once(native):
     with pytest.raises(Unsupported, match="empty"):
         KernelProgram().replay()
     program.replay()
+
+
+def test_core_replays_recorded_steps(compute_context, attention_context):
+    operators = RecordingOperators(compute_context)
+    assert isinstance(operators, StepRecorder)
+    assert operators.batch_sizes(7) == [1, 2, 3, 4, 5, 6, 7]
+    assert operators.batch_sizes(1000)[-1] == 64
+    steps = {}
+    for batch in (8, 1, 3):
+        model = TinyModel(compute_context, attention_context, batch)
+        steps[batch] = (model, operators.capture(lambda model=model: model.step()[0]))
+    for step in range(5):
+        for model, graph in steps.values():
+            model.set_inputs(step)
+            logits = graph.replay().clone()
+            assert torch.equal(logits, model.step()[0])
+    graph.close()
+    graph.close()
+
+
+def test_a_failed_capture_leaves_no_trace(compute_context):
+    operators = RecordingOperators(compute_context)
+    x, weight = torch.randn(2, 64).bfloat16(), torch.ones(64).bfloat16()
+    with pytest.raises(Unsupported, match="aten::mul"):
+        operators.capture(lambda: operators.rms_norm(x, weight, 1e-5) * 2)
+    graph = operators.capture(lambda: operators.rms_norm(x, weight, 1e-5))
+    assert torch.equal(graph.replay(), operators.rms_norm(x, weight, 1e-5))

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UnsetType
 
 from fourfold.contracts.tokenizer import Tokenizer
 from fourfold.text.output_processor import Delta
+from fourfold_server.answer_writer import AnswerHead
 from fourfold_server.logprobs import chat_logprobs, prompt_logprobs
 from fourfold_server.preparation import Prompt
 from fourfold_server.schemas_chat import ChatChoice, ChatCompletion, ChatDelta, ChatLogprobs, ChatMessage
@@ -19,23 +20,13 @@ from fourfold_server.usage import Usage
 class ChatWriter:
     """One request's answer. The first chunk of each choice says the role."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt: Prompt,
-        values: Mapping[str, Any],
-        *,
-        request_id: str,
-        created: int,
-        include_usage: bool,
-    ) -> None:
+    def __init__(self, head: AnswerHead, tokenizer: Tokenizer, prompt: Prompt, values: Mapping[str, Any]) -> None:
+        self._head = head
         self._tokenizer = tokenizer
         self._prompt = prompt
-        self._values = values
-        self._id = request_id
-        self._created = created
-        # With usage to come, chunks before it say that there is none yet.
-        self._no_usage = None if include_usage else UNSET
+        self._logprobs = values["logprobs"]
+        self._token_ids = values["return_token_ids"]
+        self._prompt_logprobs = values["prompt_logprobs"] is not None
         self._begun: set[int] = set()
 
     def whole(self, deltas: Mapping[int, Delta], usage: Usage) -> bytes:
@@ -45,34 +36,44 @@ class ChatWriter:
             choice = self._choice(index, deltas[index])
             choice.message = ChatMessage(content=deltas[index].text)
             choices.append(choice)
-        answer = ChatCompletion(
-            id=self._id,
-            object="chat.completion",
-            created=self._created,
-            model=self._values["model"],
-            choices=choices,
-            usage=usage,
-        )
-        if self._values["prompt_logprobs"] is not None:
+        answer = self._answer("chat.completion", choices, usage)
+        if self._prompt_logprobs:
             answer.prompt_logprobs = prompt_logprobs(self._tokenizer, deltas[0].prompt_logprobs)
-        if self._values["return_token_ids"]:
+        if self._token_ids:
             answer.prompt_token_ids = self._prompt.token_ids
         return msgspec.json.encode(answer)
 
     def chunks(self, index: int, delta: Delta) -> list[bytes]:
         """What is new of one choice."""
-        events = []
+        chunks = []
         if index not in self._begun:
             self._begun.add(index)
             opening = ChatChoice(index=index, delta=ChatDelta(role="assistant", content=""))
-            events.append(self._event([opening], self._no_usage))
-        values = self._values
-        if delta.text or delta.finish_reason or values["logprobs"] or values["return_token_ids"]:
+            answer = self._answer("chat.completion.chunk", [opening], self._head.no_usage)
+            if self._token_ids:
+                answer.prompt_token_ids = self._prompt.token_ids
+            chunks.append(msgspec.json.encode(answer))
+        if delta.text or delta.finish_reason or ((self._logprobs or self._token_ids) and delta.token_ids):
             choice = self._choice(index, delta)
             choice.delta = ChatDelta(content=delta.text) if delta.text else ChatDelta()
-            events.append(self._event([choice], self._no_usage))
-        return events
+            answer = self._answer("chat.completion.chunk", [choice], self._head.no_usage)
+            chunks.append(msgspec.json.encode(answer))
+        return chunks
 
     def usage_chunk(self, usage: Usage) -> bytes:
         """The chunk that ends a stream with usage."""
-        return self._event([], usage)
+        return msgspec.json.encode(self._answer("chat.completion.chunk", [], usage))
+
+    def _choice(self, index: int, delta: Delta) -> ChatChoice:
+        choice = ChatChoice(index=index, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
+        if self._logprobs:
+            choice.logprobs = ChatLogprobs(content=chat_logprobs(self._tokenizer, delta.logprobs))
+        if self._token_ids:
+            choice.token_ids = delta.token_ids
+        return choice
+
+    def _answer(self, kind: str, choices: list[ChatChoice], usage: Usage | UnsetType | None) -> ChatCompletion:
+        head = self._head
+        return ChatCompletion(
+            id=head.request_id, object=kind, created=head.created, model=head.model, choices=choices, usage=usage
+        )

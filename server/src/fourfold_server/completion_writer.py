@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UnsetType
 
 from fourfold.contracts.tokenizer import Tokenizer
 from fourfold.messages import TokenLogprobs
 from fourfold.text.detokenizer import decode_pieces
 from fourfold.text.output_processor import Delta
+from fourfold_server.answer_writer import AnswerHead
 from fourfold_server.logprobs import completion_logprobs, prompt_logprobs
 from fourfold_server.preparation import Prompt
 from fourfold_server.schemas_completion import Completion, CompletionChoice, CompletionLogprobs
@@ -22,42 +23,35 @@ class CompletionWriter:
     """One request's answer. Keeps for each choice whether its start, such as the echoed prompt, was written."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompts: Sequence[Prompt], values: Mapping[str, Any], *, answer: Completion
+        self, head: AnswerHead, tokenizer: Tokenizer, prompts: Sequence[Prompt], values: Mapping[str, Any]
     ) -> None:
-        """``answer`` has the id, time and model that every chunk repeats."""
+        self._head = head
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._values = values
-        self._answer = answer
         self._begun: set[int] = set()
         self._echoes: dict[int, _Echo] = {}
 
     def whole(self, deltas: Mapping[int, Delta], usage: Usage) -> bytes:
         """The answer to a request that is not streamed."""
-        choices = [self._choice(index, deltas[index]) for index in sorted(deltas)]
-        return self._encode(choices, usage)
+        return self._encode([self._choice(index, deltas[index]) for index in sorted(deltas)], usage)
 
-    def chunk(self, index: int, delta: Delta) -> bytes | None:
-        """What is new of one choice; None: nothing to show."""
-        quiet = index in self._begun and not (delta.text or delta.finish_reason)
-        if quiet and self._values["logprobs"] is None and not self._values["return_token_ids"]:
-            return None
-        return self._encode([self._choice(index, delta)], None)
+    def chunks(self, index: int, delta: Delta) -> list[bytes]:
+        """What is new of one choice."""
+        values = self._values
+        shown = delta.text or delta.finish_reason or (values["echo"] and index not in self._begun)
+        if shown or (delta.token_ids and (values["logprobs"] is not None or values["return_token_ids"])):
+            return [self._encode([self._choice(index, delta)], self._head.no_usage)]
+        return []
 
     def usage_chunk(self, usage: Usage) -> bytes:
         """The chunk that ends a stream with usage."""
         return self._encode([], usage)
 
-    def _encode(self, choices: list[CompletionChoice], usage: Usage | None) -> bytes:
-        answer = self._answer
+    def _encode(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> bytes:
+        head = self._head
         return msgspec.json.encode(
-            Completion(
-                id=answer.id,
-                created=answer.created,
-                model=answer.model,
-                choices=choices,
-                usage=answer.usage if usage is None else usage,
-            )
+            Completion(id=head.request_id, created=head.created, model=head.model, choices=choices, usage=usage)
         )
 
     def _choice(self, index: int, delta: Delta) -> CompletionChoice:
@@ -119,10 +113,3 @@ class _Echo:
             # A token that the tokenizer added stands nowhere in the client's text.
             if self.text.startswith(piece, position):
                 position += len(piece)
-
-
-def answer_of(request_id: str, created: int, model: str, *, include_usage: bool) -> Completion:
-    """What every chunk repeats. With usage to come, chunks before it say that there is none yet."""
-    return Completion(
-        id=request_id, created=created, model=model, choices=[], usage=None if include_usage else UNSET
-    )

@@ -7,10 +7,9 @@ import contextlib
 import gc
 import json
 import logging
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from socket import socket
 
@@ -26,14 +25,15 @@ from fourfold.plugins import PluginRegistry
 from fourfold.selection import select
 from fourfold.supervision.parent_watch import ParentLink
 from fourfold.supervision.run_directory import RunDirectory
+from fourfold.text.served_model import ServedModel, load_served_model
 from fourfold_server.app import create_app
 from fourfold_server.config import ServerConfig
 from fourfold_server.drain import ActiveRequests
 from fourfold_server.listening_socket import url_of
+from fourfold_server.loop_listener import call_on_loop
 from fourfold_server.process_table import ProcessTable
-from fourfold_server.served_model import load_served_model
-from fourfold_server.state import ServedModel, ServerState
-from fourfold_server.supervisor import EngineCommand, EngineSupervisor, Failure
+from fourfold_server.state import ServerState
+from fourfold_server.supervisor import EngineSupervisor, Failure
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ SHUTTING_DOWN = "the server is shutting down"
 _FLUSH_TIMEOUT = 2.0
 """Seconds for answers that were given an error to reach their clients."""
 _ENGINE_GRACE = 5.0
-_FORCED_EXIT = Failure(message="ended by a second signal before all requests were answered", status=1)
+_FORCED_EXIT = Failure(message="ended by a second signal before all requests were answered", status=1, immediate=True)
 
 
 class Deployment:
@@ -56,18 +56,20 @@ class Deployment:
         listener: socket,
         run_directory: RunDirectory,
         *,
+        table: ProcessTable,
+        supervisor: EngineSupervisor,
         parent: ParentLink | None,
         started: float,
-        engine_module: str = "fourfold.engine.process",
     ) -> None:
+        """``supervisor`` may have started; what it says is heard once ``run`` waits. ``started``: monotonic time."""
         self._config = config
         self._registry = registry
         self._listener = listener
+        self._table = table
+        self._supervisor = supervisor
         self._parent = parent
         self._started = started
-        """``time.monotonic`` at which the command began."""
         self._url = url_of(listener, secure=server_config.ssl_certfile is not None)
-        self._table = ProcessTable(run_directory, config.parallel)
         num_engines = config.parallel.data_parallel_size
         balancers = registry.load_balancers()
         balancer = select("load balancer", balancers, config.backends.load_balancer, config)
@@ -78,24 +80,11 @@ class Deployment:
             config=server_config,
             client=self._client,
             served_names=config.model.served_names,
-            topology=self._table.topology,
+            topology=table.topology,
             stall_timeout=config.timeouts.stall_timeout,
         )
-        self._requests = ActiveRequests(create_app(self._state))
+        self._requests = ActiveRequests(create_app(self._state, registry.routes()))
         self._http = _HttpServer(_http_config(self._requests, server_config))
-        self._supervisor = EngineSupervisor(
-            EngineCommand(
-                run_directory=run_directory.path,
-                num_api_servers=1,
-                log_level=server_config.log_level,
-                module=engine_module,
-            ),
-            _OnLoop(asyncio.get_running_loop(), self),
-            self._table,
-            num_engines=num_engines,
-            timeouts=config.timeouts,
-            on_failure=server_config.on_failure,
-        )
         self._end: asyncio.Future[Failure | None] = asyncio.get_running_loop().create_future()
         """What the deployment ends with; None is a clean end."""
         self._announced = False
@@ -105,42 +94,34 @@ class Deployment:
         """Serve until a signal or a failure; returns the failure. No engine is left."""
         await self._client.start()
         self._table.set(ROLE, "", "starting", detail=self._url)
-        self._supervisor.start()
         loop = asyncio.get_running_loop()
-        if self._parent is None:
-            for signum in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(signum, self._begin_end)
-        else:
-            self._parent.on_stop(partial(loop.call_soon_threadsafe, self._begin_end))
         # A thread that nothing waits for: a signal during a long conversion must end the process.
         threading.Thread(target=self._load_model, args=(loop,), name="load-model", daemon=True).start()
         serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         serving.add_done_callback(self._http_ended)
-        try:
-            failure = await self._end
-        finally:
-            await self._close(serving)
+        failure = await self._end
+        await self._close(serving, forced=failure is not None and failure.immediate)
         return failure
 
     # --- what happens, on the event loop -------------------------------------------------------------------------
 
     def engine_starting(self, engine: int, incarnation: int) -> None:
-        """An EngineListener's part."""
+        """As ``EngineListener`` says."""
         self._client.set_incarnation(engine, incarnation)
 
     def engine_ready(self, ready: EngineReady) -> None:
-        """An EngineListener's part."""
+        """As ``EngineListener`` says."""
         self._client.mark_ready(ready)
         backends = ", ".join(f"{kind} {name}" for kind, name in sorted(ready.backends.items()))
         logger.info("engine DP%d: %s", ready.engine, backends)
         self._announce()
 
     def engine_dead(self, engine: int, reason: str) -> None:
-        """An EngineListener's part."""
+        """As ``EngineListener`` says."""
         self._client.mark_dead(engine, reason)
 
     def gave_up(self, failure: Failure) -> None:
-        """An EngineListener's part; also for a model that cannot be loaded."""
+        """As ``EngineListener`` says; also for a model that cannot be loaded."""
         if not self._end.done():
             self._end.set_result(failure)
 
@@ -174,18 +155,18 @@ class Deployment:
         try:
             model = load_served_model(self._config, self._registry)
         except (ConfigError, PluginError) as error:
-            _call_on(loop, partial(self.gave_up, Failure(message=str(error), status=2)))
+            call_on_loop(loop, partial(self.gave_up, Failure(message=str(error), status=2)))
         except Exception as error:
             logger.exception("the model cannot be loaded")
             failure = Failure(message=f"the model cannot be loaded: {type(error).__name__}: {error}", status=1)
-            _call_on(loop, partial(self.gave_up, failure))
+            call_on_loop(loop, partial(self.gave_up, failure))
         else:
-            _call_on(loop, partial(self.model_loaded, model))
+            call_on_loop(loop, partial(self.model_loaded, model))
 
     # --- the end -------------------------------------------------------------------------------------------------
 
-    def _begin_end(self) -> None:
-        """The first signal drains, the second does not wait."""
+    def end_requested(self) -> None:
+        """The first time drains, the second does not wait."""
         if self._drain is None:
             self._drain = asyncio.create_task(self._drain_requests())
         elif not self._end.done():
@@ -209,39 +190,18 @@ class Deployment:
             message = f"the HTTP server ended: {error}" if error else "the HTTP server ended"
             self._end.set_result(Failure(message=message, status=1))
 
-    async def _close(self, serving: asyncio.Task[None]) -> None:
+    async def _close(self, serving: asyncio.Task[None], *, forced: bool) -> None:
         """End HTTP, then the engines, each within its deadline."""
-        forced = self._end.done() and not self._end.cancelled() and self._end.result() is _FORCED_EXIT
         self._state.draining = True
         if not forced:
             await self._requests.wait(_FLUSH_TIMEOUT)
         self._client.close()
         self._http.should_exit = True
         self._http.force_exit = forced
-        with contextlib.suppress(TimeoutError, asyncio.CancelledError, Exception):
-            await asyncio.wait_for(serving, 0.5 if forced else 2 * _FLUSH_TIMEOUT)
+        await asyncio.wait({serving}, timeout=0.5 if forced else 2 * _FLUSH_TIMEOUT)
         self._supervisor.close(grace=0 if forced else _ENGINE_GRACE)
-        self._state.close()
-
-
-class _OnLoop:
-    """An EngineListener that hands on to a deployment's event loop."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, deployment: Deployment) -> None:
-        self._loop = loop
-        self._deployment = deployment
-
-    def engine_starting(self, engine: int, incarnation: int) -> None:
-        _call_on(self._loop, partial(self._deployment.engine_starting, engine, incarnation))
-
-    def engine_ready(self, ready: EngineReady) -> None:
-        _call_on(self._loop, partial(self._deployment.engine_ready, ready))
-
-    def engine_dead(self, engine: int, reason: str) -> None:
-        _call_on(self._loop, partial(self._deployment.engine_dead, engine, reason))
-
-    def gave_up(self, failure: Failure) -> None:
-        _call_on(self._loop, partial(self._deployment.gave_up, failure))
+        if not forced:
+            self._state.close()
 
 
 class _HttpServer(uvicorn.Server):
@@ -260,14 +220,10 @@ def _http_config(app: ActiveRequests, config: ServerConfig) -> uvicorn.Config:
         ws="none",
         loop="none",
         log_config=None,
+        log_level="warning",
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=1,
         ssl_certfile=config.ssl_certfile,
         ssl_keyfile=config.ssl_keyfile,
     )
-
-
-def _call_on(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed: the deployment has ended
-        loop.call_soon_threadsafe(function)

@@ -158,7 +158,8 @@ def one_or_list_of(item: Kind) -> Kind:
     several = list_of(item)
 
     def read(path: str, value: Any) -> list[Any]:
-        return several.read(path, value if isinstance(value, list) else [value])
+        items: list[Any] = several.read(path, value if isinstance(value, list) else [value])
+        return items
 
     return Kind(read, {"anyOf": [item.schema, several.schema]})
 

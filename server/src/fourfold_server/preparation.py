@@ -13,8 +13,9 @@ from fourfold.errors import RequestError
 from fourfold.messages import AddRequest
 from fourfold.sampling_params import MAX_N, SamplingParams
 from fourfold.text.seeds import choice_seed, random_seed
+from fourfold.text.served_model import ServedModel
 from fourfold_server.sampling_fields import build_sampling
-from fourfold_server.state import ServedModel, ServerState
+from fourfold_server.state import ServerState
 
 MAX_CHOICES = 1024
 """Prompts times n of one request."""
@@ -28,9 +29,7 @@ class Prompt(NamedTuple):
     """As the client sent it; None when it sent token ids, or messages."""
 
 
-def encode_prompts(
-    model: ServedModel, prompts: Sequence[str | list[int]], *, add_special_tokens: bool
-) -> list[Prompt]:
+def encode_prompts(model: ServedModel, prompts: Sequence[str | list[int]], *, add_special_tokens: bool) -> list[Prompt]:
     """Tokenize text, check token ids. Runs in the text pool. Raises RequestError that names the prompt's index."""
     encoded = []
     for index, prompt in enumerate(prompts):

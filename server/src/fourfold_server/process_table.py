@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Any
 
@@ -9,6 +10,8 @@ import msgspec
 
 from fourfold.config.parallel_config import ParallelConfig
 from fourfold.supervision.run_directory import ProcessState, RunDirectory, process_state
+
+logger = logging.getLogger(__name__)
 
 
 class ProcessTable:
@@ -30,7 +33,10 @@ class ProcessTable:
             return
         with self._lock:
             self._states[role, label] = entry
-            self._run_directory.write_state(entry)
+            try:
+                self._run_directory.write_state(entry)
+            except OSError as error:  # a full disk must not end what serves
+                logger.warning("`fourfold ps` cannot be told of %s %s: %s", role, label, error)
 
     def remove(self, role: str, label: str) -> None:
         """Show a process no longer."""

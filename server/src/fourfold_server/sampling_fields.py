@@ -33,9 +33,9 @@ def _read_logit_bias(path: str, value: Any) -> dict[int, float]:
         if not (digits.isascii() and digits.isdecimal() and len(digits) < 19 and str(int(key)) == key):
             raise RequestError(f"{path} has the key {key!r}; keys are token ids in digits", parameter=path)
         # The parameter is the whole field: clients look for its name.
-        if type(bias) not in (int, float):
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
             raise RequestError(f"{path}[{key}] is {bias!r}; a number from -100 to 100 is needed", parameter=path)
-        biases[int(key)] = float(max(-1000, min(1000, bias)))
+        biases[int(key)] = float(bias)
     return biases
 
 

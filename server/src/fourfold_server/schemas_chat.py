@@ -11,7 +11,6 @@ from msgspec import UNSET, UnsetType
 from fourfold.errors import RequestError
 from fourfold.sampling_params import MAX_LOGPROBS
 from fourfold_server.fields import (
-    ANYTHING,
     BOOLEAN,
     INTEGER,
     OBJECT,
@@ -19,7 +18,6 @@ from fourfold_server.fields import (
     Field,
     Kind,
     Table,
-    list_of,
     read_fields,
     refused,
     without_effect,
@@ -219,6 +217,6 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET

@@ -23,7 +23,7 @@ def _read_prompts(path: str, value: Any) -> list[str] | list[list[int]]:
     if not value:
         raise RequestError(f"{path} is an empty list; prompt 0 needs at least one token", parameter=path)
     if type(value[0]) is int:
-        return [_read_token_ids(path, value)]
+        return [_read_token_ids(path, value, "prompt 0")]
     if isinstance(value[0], list):
         return [_read_token_ids(path, item, f"prompt {index}") for index, item in enumerate(value)]
     for index, item in enumerate(value):
@@ -36,9 +36,10 @@ def _read_prompts(path: str, value: Any) -> list[str] | list[list[int]]:
     return value
 
 
-def _read_token_ids(path: str, value: Any, shown: str = "prompt 0") -> list[int]:
+def _read_token_ids(path: str, value: Any, shown: str = "") -> list[int]:
+    shown = shown or path
     if not isinstance(value, list):
-        raise RequestError(f"{shown} is no list of token ids, unlike those before it", parameter=path)
+        raise RequestError(f"{shown} is no list of token ids", parameter=path)
     if not value:
         raise RequestError(f"{shown} is an empty list; it needs at least one token", parameter=path)
     wrong = next((item for item in value if type(item) is not int), None)
@@ -47,15 +48,15 @@ def _read_token_ids(path: str, value: Any, shown: str = "prompt 0") -> list[int]
     return value
 
 
-_TOKENS: Final = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+TOKEN_IDS: Final = Kind(_read_token_ids, {"type": "array", "items": {"type": "integer"}, "minItems": 1})
 PROMPTS: Final = Kind(
     _read_prompts,
     {
         "anyOf": [
             {"type": "string"},
             {"type": "array", "items": {"type": "string"}, "minItems": 1},
-            _TOKENS,
-            {"type": "array", "items": _TOKENS, "minItems": 1},
+            TOKEN_IDS.schema,
+            {"type": "array", "items": TOKEN_IDS.schema, "minItems": 1},
         ]
     },
 )
@@ -108,4 +109,4 @@ class Completion(msgspec.Struct, kw_only=True):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 import ssl
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -16,7 +19,7 @@ from fourfold.config.engine_config import EngineConfig
 from fourfold.config.options import OptionSet
 from fourfold.config.resolution import resolve
 from fourfold.config.transport import encode_config
-from fourfold.errors import ConfigError
+from fourfold.errors import ConfigError, EngineError
 from fourfold.plugins import PluginRegistry, load_plugins
 from fourfold.supervision.parent_watch import connect_to_parent, started_by_parent
 from fourfold.supervision.process_title import name_process
@@ -46,11 +49,7 @@ def build_command() -> click.Command:
         config, server_config = options.build(EngineConfig, settings), options.build(ServerConfig, settings)
         # From here on this process may be the child of another fourfold command, which ends with it.
         parent = connect_to_parent() if started_by_parent() else None
-        failure = serve(config, server_config, registry, parent=parent, started=started)
-        if failure is not None:
-            error = click.ClickException(failure.message)
-            error.exit_code = failure.status
-            raise error
+        serve(config, server_config, registry, parent=parent, started=started)
 
     return command
 
@@ -60,12 +59,13 @@ def serve(
     server_config: ServerConfig,
     registry: PluginRegistry,
     *,
-    parent: ParentLink | None = None,
-    started: float | None = None,
-) -> Failure | None:
-    """Serve until a signal; returns what failed after the start, if anything did.
+    parent: ParentLink | None,
+    started: float,
+) -> None:
+    """Serve until a signal. ``started`` is the ``time.monotonic`` of the command.
 
-    Raises ConfigError and PluginError before any other process is started.
+    Raises ConfigError and PluginError before any other process is started, and for what an engine finds wrong in its
+    config or checkpoint; EngineError for what else ends the deployment.
     """
     # Here, so that `fourfold serve --help` stays quick.
     from fourfold.supervision.run_directory import CONFIG_FILE, RunDirectory
@@ -78,31 +78,92 @@ def serve(
     _check_certificate(server_config)
     with listen(server_config.host, server_config.port) as listener, RunDirectory.create() as run_directory:
         run_directory.write_file(CONFIG_FILE, encode_config(config))
-        started = time.monotonic() if started is None else started
-        return _run(config, server_config, registry, listener, run_directory, parent, started)
-
-
-def _run(
-    config: EngineConfig,
-    server_config: ServerConfig,
-    registry: PluginRegistry,
-    listener: socket,
-    run_directory: RunDirectory,
-    parent: ParentLink | None,
-    started: float,
-) -> Failure | None:
-    import uvloop
-
-    from fourfold_server.deployment import Deployment
-
-    async def run() -> Failure | None:
-        deployment = Deployment(
-            config, server_config, registry, listener, run_directory, parent=parent, started=started
+        launch = _Launch(
+            config=config,
+            server_config=server_config,
+            registry=registry,
+            listener=listener,
+            run_directory=run_directory,
+            parent=parent,
+            started=started,
         )
-        return await deployment.run()
+        failure = launch.run()
+    if failure is not None:
+        _end(failure)
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(run())
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Launch:
+    """What a deployment starts with."""
+
+    config: EngineConfig
+    server_config: ServerConfig
+    registry: PluginRegistry
+    listener: socket
+    run_directory: RunDirectory
+    parent: ParentLink | None
+    started: float
+
+    def run(self) -> Failure | None:
+        """Run the deployment on an event loop of its own."""
+        import uvloop
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(self._run())
+
+    async def _run(self) -> Failure | None:
+        from fourfold_server.loop_listener import LoopListener
+        from fourfold_server.process_table import ProcessTable
+        from fourfold_server.supervisor import EngineCommand, EngineSupervisor
+
+        loop = asyncio.get_running_loop()
+        table = ProcessTable(self.run_directory, self.config.parallel)
+        listener = LoopListener(loop)
+        if self.parent is None:
+            for signum in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(signum, listener.end_requested)
+        else:
+            self.parent.on_stop(listener.end_requested)
+        supervisor = EngineSupervisor(
+            EngineCommand(
+                run_directory=self.run_directory.path, num_api_servers=1, log_level=self.server_config.log_level
+            ),
+            listener,
+            table,
+            num_engines=self.config.parallel.data_parallel_size,
+            timeouts=self.config.timeouts,
+            on_failure=self.server_config.on_failure,
+        )
+        supervisor.start()
+        try:
+            # Only now, so that the engine imports torch while this process imports its web framework.
+            from fourfold_server.deployment import Deployment
+
+            deployment = Deployment(
+                self.config,
+                self.server_config,
+                self.registry,
+                self.listener,
+                self.run_directory,
+                table=table,
+                supervisor=supervisor,
+                parent=self.parent,
+                started=self.started,
+            )
+            listener.set_target(deployment)
+            return await deployment.run()
+        finally:
+            supervisor.close(grace=0)
+
+
+def _end(failure: Failure) -> NoReturn:
+    if failure.traceback:
+        click.echo(failure.traceback.rstrip(), err=True)
+    if failure.immediate:
+        # Threads may still be busy with requests that nobody waits for any more.
+        click.echo(f"Error: {failure.message}", err=True)
+        os._exit(failure.status)
+    raise ConfigError(failure.message) if failure.status == 2 else EngineError(failure.message)
 
 
 def _check_config(config: EngineConfig, registry: PluginRegistry) -> EngineConfig:

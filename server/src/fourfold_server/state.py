@@ -9,23 +9,11 @@ from typing import Any
 
 from fourfold.client.engine_client import EngineClient
 from fourfold.client.engine_link import EngineState
-from fourfold.contracts.tokenizer import Tokenizer
 from fourfold.errors import RequestError
-from fourfold.text.chat_template import ChatTemplate
+from fourfold.text.served_model import ServedModel
 from fourfold_server.config import ServerConfig
 from fourfold_server.metrics import Metrics
 from fourfold_server.text_pool import TextPool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServedModel:
-    """The text side of the model that the engines run."""
-
-    tokenizer: Tokenizer
-    chat_template: ChatTemplate | None
-    eos_token_ids: tuple[int, ...]
-    vocabulary_size: int
-    """Token ids that the engines take: 0 to this, exclusive."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -41,6 +41,8 @@ class Failure:
     status: int
     """The exit status that says so: 2 when config, checkpoint or plugins are at fault, else 1."""
     traceback: str = ""
+    immediate: bool = False
+    """Whether nothing is waited for any more."""
 
 
 class EngineListener(Protocol):
@@ -146,6 +148,9 @@ class EngineSupervisor:
                 self._events.get(timeout=timeout)()
             except queue.Empty:
                 self._wake()
+            except Exception as error:  # whatever it is: engines that nobody looks after must not go on
+                logger.exception("the supervisor failed")
+                self._give_up(Failure(message=f"the supervisor failed: {type(error).__name__}: {error}", status=1))
 
     def _wake(self) -> None:
         for engine in self._engines:

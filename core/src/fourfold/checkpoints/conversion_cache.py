@@ -83,7 +83,7 @@ def _acquire(descriptor: int, path: Path, timeout: float) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         acquired.set()
 
-    # flock has no timeout of its own. A thread that still waits at the deadline holds nothing: the descriptor is closed.
+    # flock has no timeout of its own. A thread that waits past the deadline holds nothing: its descriptor is closed.
     threading.Thread(target=wait, name="conversion-lock", daemon=True).start()
     if not acquired.wait(timeout):
         raise CheckpointError(

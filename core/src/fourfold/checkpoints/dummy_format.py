@@ -91,17 +91,16 @@ class DummyTensor:
     def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
         import torch
 
-        first, *rest = index if isinstance(index, tuple) else (index,)
-        start, stop, _ = first.indices(self._shape[0])
+        rows, *columns = index if isinstance(index, tuple) else (index,)
+        start, stop, _ = rows.indices(self._shape[0])
+        widths = [len(range(*part.indices(self._shape[1 + dim]))) for dim, part in enumerate(columns)]
+        values = torch.empty(max(0, stop - start), *widths, *self._shape[1 + len(widths) :])
         step = self._rows_per_block
-        columns = tuple(rest)
-        parts = []
-        for block in range(start // step, -(-stop // step) if stop > start else start // step):
-            low, high = max(start - block * step, 0), min(stop - block * step, step)
-            parts.append(self._block(block)[(slice(low, high), *columns)])
-        if not parts:
-            return torch.empty(0, *self._shape[1:])[(slice(None), *columns)]
-        return torch.cat(parts)
+        for first in range(start // step * step, stop, step):
+            low, high = max(start, first), min(stop, first + step)
+            made = self._block(first // step)[(slice(low - first, high - first), *columns)]
+            values[low - start : high - start] = made
+        return values
 
     def _block(self, block: int) -> torch.Tensor:
         import torch

@@ -1,4 +1,4 @@
-"""Turns GGUF metadata into the config.json that the same model has on the Hugging Face hub. Reads no tensor data but one."""
+"""Turns GGUF metadata into the config.json that the same model has on the Hugging Face hub."""
 
 from __future__ import annotations
 

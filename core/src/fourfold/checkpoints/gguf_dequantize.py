@@ -1,4 +1,4 @@
-"""Turns blocks of a GGUF tensor into fp32: the common types here, all others through the gguf package. Knows no model."""
+"""Turns blocks of a GGUF tensor into fp32: common types here, others through the gguf package. Knows no model."""
 
 from __future__ import annotations
 

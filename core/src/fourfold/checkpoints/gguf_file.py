@@ -67,7 +67,7 @@ class GgufFile:
         self.tensors: dict[str, GgufTensor] = {}
         try:
             self._metadata = self._read_header()
-        except (struct.error, UnicodeDecodeError, IndexError) as error:
+        except (struct.error, UnicodeDecodeError, IndexError, OverflowError) as error:
             raise CheckpointError(f"{path} is truncated or corrupt near byte {self._offset}: {error}") from error
 
     def __len__(self) -> int:
@@ -115,6 +115,8 @@ class GgufFile:
             metadata[key] = self._value(self._scalar("I"))
         infos = [self._tensor_info() for _ in range(self._checked(num_tensors))]
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise CheckpointError(f"{self.path} has general.alignment {alignment!r}; a whole number above 0")
         data = -(-self._offset // alignment) * alignment
         for name, shape, kind, offset in infos:
             self.tensors[name] = GgufTensor(name, shape, kind, data + offset)

@@ -116,6 +116,8 @@ def _rules(file: GgufFile, config: Mapping[str, Any]) -> list[tuple[GgufTensor, 
 
 
 def _convert_tensor(file: GgufFile, tensor: GgufTensor, rule: TensorRule, writer: SafetensorsWriter) -> None:
+    import numpy as np
+
     from fourfold.checkpoints.gguf_dequantize import dequantize_rows
 
     num_rows = tensor.shape[0]
@@ -128,9 +130,7 @@ def _convert_tensor(file: GgufFile, tensor: GgufTensor, rule: TensorRule, writer
         values = dequantize_rows(file, tensor, range(first, min(first + step, num_rows)))
         if rule.restore is not None:
             values = rule.restore(values)
-        data = memoryview(values.reshape(-1)).cast(
-            "B"
-        )  # reshape copies only where restore left a view in another order
+        data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
         writer.write(rule.name, data, first_byte=written)
         written += len(data)
 

@@ -1,4 +1,4 @@
-"""Builds tokenizer.json, tokenizer_config.json and generation_config.json from a GGUF file's metadata. Imports no torch."""
+"""Builds a tokenizer, and the settings that come with it, from a GGUF file's metadata. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a model's name to a prepared folder and a description, through the installed sources and formats. Imports no torch."""
+"""From a model's name to a prepared folder and a description, through installed sources and formats. No torch."""
 
 from __future__ import annotations
 

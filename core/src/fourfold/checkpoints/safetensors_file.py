@@ -1,4 +1,4 @@
-"""Reads and writes single .safetensors files: the header by hand, the tensors mapped. Imports torch only to hand out tensors.
+"""Reads and writes single .safetensors files, mapped. Imports torch only to hand out tensors.
 
 The format: 8 bytes header length (little endian), a JSON header {name: {dtype, shape, data_offsets}}, the data.
 """
@@ -10,7 +10,6 @@ import math
 import mmap
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,7 +81,7 @@ def _place(path: Path, name: str, entry: Any, data: int, size: int) -> TensorPla
 
 
 class MappedFile:
-    """A file whose tensors are views of its mapping. Views must not outlive it."""
+    """A file whose tensors are views of its mapping."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -114,9 +113,11 @@ class MappedFile:
         self._map.madvise(mmap.MADV_DONTNEED, first, place.stop - first)
 
     def close(self) -> None:
-        """Unmap. A view that still lives, say in a traceback, keeps the mapping until it goes."""
-        with suppress(BufferError):
-            self._map.close()
+        """Let go of the mapping; a view that still lives, say in a traceback, keeps it until it goes.
+
+        Never ``mmap.close``: torch refers to the map without locking it, and would read unmapped memory.
+        """
+        del self._map
 
 
 class SafetensorsWriter:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import linecache
 import sys
 from functools import cache
-from importlib.abc import InspectLoader
 from typing import Any
 
 
@@ -38,9 +38,12 @@ def _class_node(owner: type[Any]) -> ast.ClassDef | None:
 
 @cache
 def _tree(module: str) -> list[ast.stmt]:
-    loader = getattr(getattr(sys.modules.get(module), "__spec__", None), "loader", None)
-    source = loader.get_source(module) if isinstance(loader, InspectLoader) else None
-    return ast.parse(source).body if source else []
+    found = sys.modules.get(module)
+    file = getattr(found, "__file__", None)
+    if file is None:
+        return []
+    # linecache also reads modules that are not plain files
+    return ast.parse("".join(linecache.getlines(file, vars(found)))).body
 
 
 def _string(node: ast.stmt) -> str | None:

@@ -33,7 +33,7 @@ class StepRecorder(Protocol):
         """
 
     def capture(self, step: Callable[[], torch.Tensor]) -> StepGraph:
-        """Run ``step`` and record it; called at the first use of a batch size. The run's own result is not used.
+        """Record ``step``, at the first use of a batch size. Whether it computes meanwhile is open: no result is used.
 
         Inputs and KV cache stay at their addresses and are read anew at each replay: token ids, positions, and all
         tensors of the attention metadata. The metadata's numbers and lists on the host are upper bounds meanwhile.

@@ -7,7 +7,8 @@ from fourfold.supervision.parent_watch import MAX_REPORT_BYTES, ParentLink, conn
 # isort: split
 import argparse
 import gc
-import sys
+import logging
+import os
 import traceback
 from pathlib import Path
 
@@ -24,11 +25,15 @@ def main() -> None:
     link = connect_to_parent()
     arguments = _parse_arguments()
     name_process("engine_core", f"DP{arguments.engine}", log_level=arguments.log_level)
+    status = 0
     try:
         _serve(link, arguments)
     except Exception as error:
         link.report(_describe_failure(error, arguments))
-        sys.exit(1)
+        status = 1
+    logging.shutdown()
+    # Everything is closed. Taking an interpreter with torch apart takes long, and libraries complain of what is left.
+    os._exit(status)
 
 
 def _parse_arguments() -> argparse.Namespace:

@@ -1,7 +1,7 @@
 """Linear layers cut over the ranks of a group. Cutting only: the arithmetic is the linear method's.
 
-[T, in] -> [T, out] in the dtype of the input; T is tokens. Column layers return this rank's outputs, the row layer takes
-this rank's inputs and returns the sum over the ranks.
+[T, in] -> [T, out] in the dtype of the input; T is tokens. Column layers return this rank's outputs, the row layer
+takes this rank's inputs and returns the sum over the ranks.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ class MergedColumnParallelLinear:
         index = int(part)
         rows = self._parts[index]
         first = sum(map(len, self._parts[:index]))
-        _load_rows(self._method, self._weight, kind, tensor, rows, first)
+        _load_rows(self._method, self._weight, kind, tensor[rows.start : rows.stop], first)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in] -> [T, this rank's outputs, part by part]."""
         return self._method.apply(self._weight, x)
 
 
@@ -54,6 +55,7 @@ class ColumnParallelLinear:
         self._merged.load(f"0.{parameter}", tensor)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in] -> [T, this rank's outputs]."""
         return self._merged(x)
 
 
@@ -74,30 +76,22 @@ class QKVParallelLinear:
         cut, dim = self._cut, self._head_dim
         if part == "q":
             for first_slot, heads in cut.runs():
-                self._load_heads(kind, tensor, heads, first_slot)
+                rows = slice(heads.start * dim, heads.stop * dim)
+                _load_rows(self._method, self._weight, kind, tensor[rows], first_slot * dim)
             for slot, head in enumerate(cut.slots):
                 if head is None:
                     self._clear_slot(kind, tensor, slot)
             return
         first = cut.num_heads + (cut.num_kv_heads if part == "v" else 0)
-        _load_rows(
-            self._method, self._weight, kind, tensor, range(cut.kv_heads[0] * dim, cut.kv_heads.stop * dim), first * dim
-        )
-
-    def _load_heads(self, kind: str, tensor: TensorSlices, heads: range, first_slot: int) -> None:
-        dim = self._head_dim
-        rows = range(heads.start * dim, heads.stop * dim)
-        _load_rows(self._method, self._weight, kind, tensor, rows, first_slot * dim)
+        rows = slice(cut.kv_heads.start * dim, cut.kv_heads.stop * dim)
+        _load_rows(self._method, self._weight, kind, tensor[rows], first * dim)
 
     def _clear_slot(self, kind: str, tensor: TensorSlices, slot: int) -> None:
-        first = slot * self._head_dim
-        if kind == "bias":
-            self._method.load_bias(self._weight, torch.zeros(self._head_dim), first_row=first)
-        else:
-            zeros = torch.zeros(self._head_dim, tensor.shape[1])
-            self._method.load_shard(self._weight, zeros, first_row=first)
+        zeros = torch.zeros(self._head_dim, *tensor.shape[1:])
+        _load_rows(self._method, self._weight, kind, zeros, slot * self._head_dim)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in] -> [T, this rank's query slots, keys, values]."""
         return self._method.apply(self._weight, x)
 
 
@@ -132,6 +126,7 @@ class RowParallelLinear:
         self._method.load_shard(self._weight, local, first_row=0)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, this rank's inputs] -> [T, out], whole on every rank."""
         out = self._method.apply(self._weight, x)
         if self._communicator is None:
             return out
@@ -153,9 +148,7 @@ def _create(context: ParallelLayerContext, in_features: int, out_features: int, 
     return context.linear_method.create(in_features, out_features, bias=bias, dtype=context.dtype)
 
 
-def _load_rows(
-    method: LinearMethod, weight: LinearWeight, kind: str, tensor: TensorSlices, rows: range, first_row: int
-) -> None:
-    """Store rows of a whole ``weight`` or ``bias`` as rows ``first_row`` onwards of a shard."""
+def _load_rows(method: LinearMethod, weight: LinearWeight, kind: str, rows: torch.Tensor, first_row: int) -> None:
+    """Store rows of a ``weight`` or entries of a ``bias`` from ``first_row`` of the shard on."""
     store = method.load_bias if kind == "bias" else method.load_shard
-    store(weight, tensor[rows.start : rows.stop], first_row=first_row)
+    store(weight, rows, first_row=first_row)

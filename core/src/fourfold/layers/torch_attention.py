@@ -1,7 +1,7 @@
 """Paged attention in plain torch: gathers each sequence's blocks and attends with an fp32 softmax.
 
-The twin that every faster backend is compared with. S is sequences, T tokens, L context length, D head_dim, G query heads
-a kv head, K kv heads.
+The twin that every faster backend is compared with. S is sequences, T tokens, L context length, D head_dim, K kv heads,
+G query heads a kv head.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class TorchAttention:
         keys, values = kv_cache[:, table].flatten(2, 3).float()
         # Cache memory that was never written may hold NaN, which a weight of zero does not remove.
         values = values.masked_fill(~visible[:, :, None, None], 0)
-        grouped = queries.unflatten(1, (spec.num_kv_heads, self._group)).float()
+        grouped = queries.view(-1, spec.num_kv_heads, self._group, spec.head_dim).float()
         scores = torch.matmul(grouped, keys.permute(0, 2, 3, 1))
         weights = self._softmax(scores, visible[:, None, None, :])
         out = torch.matmul(weights, values.transpose(1, 2))
@@ -125,10 +125,12 @@ class TorchAttention:
             if spec.sliding_window:
                 visible &= columns > rows - spec.sliding_window
             # [K, G * n, D]: the queries of a group share their keys, so they fold into one product.
-            folded = chunk.unflatten(1, (spec.num_kv_heads, self._group)).permute(1, 2, 0, 3).flatten(1, 2).float()
+            grouped = chunk.view(-1, spec.num_kv_heads, self._group, spec.head_dim)
+            folded = grouped.permute(1, 2, 0, 3).flatten(1, 2).float()
             scores = torch.matmul(folded, keys[:, low:high].transpose(1, 2))
             weights = self._softmax(scores, visible.repeat(self._group, 1).unsqueeze(0))
-            attended = torch.matmul(weights, values[:, low:high]).unflatten(1, (self._group, -1))
+            attended = torch.matmul(weights, values[:, low:high])
+            attended = attended.view(spec.num_kv_heads, self._group, -1, spec.head_dim)
             out[first : first + _QUERY_CHUNK] = attended.permute(2, 0, 1, 3).flatten(1, 2).to(queries.dtype)
         return out
 

@@ -1,4 +1,7 @@
-"""The two ends of a model, cut by vocabulary rows: the embedding and the head. T is tokens, H hidden size, V vocabulary."""
+"""The two ends of a model, cut by vocabulary rows: embedding and head.
+
+T is tokens, R rows to sample, H hidden size, V vocabulary size.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,7 @@ class VocabParallelEmbedding:
         self._shard.load(self._method, self.weight, parameter, tensor)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """int64 [T] -> [T, H], whole on every rank."""
         if self._communicator is None:
             return self._method.embed(self.weight, x)
         local = x - self._shard.first
@@ -58,6 +62,7 @@ class ParallelHead:
         self._shard.load(self._method, self._weight, parameter, tensor)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[R, H] -> fp32 [R, V]; see the class."""
         logits = self._method.apply(self._weight, x, out_dtype=torch.float32)
         if self._communicator is None:
             return logits

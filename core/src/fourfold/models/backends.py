@@ -1,4 +1,4 @@
-"""Chooses and builds the backends of one rank's model; with ``auto``, one that cannot do this model gives way to the next."""
+"""Chooses and builds backends; with ``auto``, one that cannot do this model gives way to the next."""
 
 from __future__ import annotations
 

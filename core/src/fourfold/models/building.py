@@ -126,12 +126,12 @@ class DecoderBuilder:
         d, prefix = self._description, layer_prefix(layer)
         rotary = d.layers[layer].rotary
         norm = partial(self._norm, size=d.hidden_size)
+        after_attention = after_feed_forward = None
         if d.sandwich_norms:
             after_attention = norm(f"{prefix}post_attention_layernorm.weight")
             before_feed_forward = norm(f"{prefix}pre_feedforward_layernorm.weight")
             after_feed_forward = norm(f"{prefix}post_feedforward_layernorm.weight")
         else:
-            after_attention = after_feed_forward = None
             before_feed_forward = norm(f"{prefix}post_attention_layernorm.weight")
         gate_up = self._linear(
             "merged_column",

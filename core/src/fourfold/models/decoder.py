@@ -6,7 +6,7 @@ T is tokens of a step, H hidden size, R rows to sample, V vocabulary size.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -48,10 +48,14 @@ class Decoder:
         self._embedding = embedding
         self._layers = list(layers)
         self._head = head
-        settings = {"epsilon": description.norm_epsilon, "weight_offset": description.norm_offset}
-        self._first_norm = partial(operators.rms_norm, weight=layers[0].parts.input_norm.tensor, **settings)
-        following = [layer.parts.input_norm for layer in layers[1:]] + [final_norm]
-        self._add_norms = [partial(operators.add_rms_norm, weight=norm.tensor, **settings) for norm in following]
+        epsilon, offset = description.norm_epsilon, description.norm_offset
+        self._first_norm: Callable[[torch.Tensor], torch.Tensor] = partial(
+            operators.rms_norm, weight=layers[0].parts.input_norm.tensor, epsilon=epsilon, weight_offset=offset
+        )
+        self._add_norms: list[Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = [
+            partial(operators.add_rms_norm, weight=norm.tensor, epsilon=epsilon, weight_offset=offset)
+            for norm in (*(layer.parts.input_norm for layer in layers[1:]), final_norm)
+        ]
         self._scale = description.embedding_scale
         self._soft_cap = description.logit_soft_cap
 

@@ -61,6 +61,7 @@ class ParallelLayerFactory:
         )
         entries = {entry.name: entry for (of_kind, _), entry in self._entries.items() if of_kind == kind}
         wanted = self.chosen.get(kind) or self._names.get(kind) or self._names.get("", "auto")
+        layer: ParallelLayer
         self.chosen[kind], layer = build_backend(
             f"{kind} parallel layer", entries, wanted, self._config, lambda entry: entry.build(context)
         )

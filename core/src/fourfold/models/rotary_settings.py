@@ -15,6 +15,8 @@ def read_rotary(config: ConfigReader, *, head_dim: int, max_position: int, theta
     """The model's one rotary embedding; ``theta`` is the family's default base."""
     merged: dict[str, Any] = dict(config.mapping("rope_scaling") or {})
     merged.update(config.mapping("rope_parameters") or {})
+    if any(isinstance(value, Mapping) for value in merged.values()):
+        raise ConfigError("config.json has rope_parameters for each type of layer, which only Gemma 3 supports")
     merged.setdefault("rope_theta", config.number("rope_theta", theta))
     merged.setdefault("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
     return describe_rotary(merged, head_dim=head_dim, max_position=max_position)

@@ -230,7 +230,9 @@ class ExecutorConformance(Conformance):
     def test_two_executors_do_not_meet(self, entry: ExecutorEntry, executor: Executor) -> None:
         other = entry.build(self.context())
         try:
-            futures = [one.collective_rpc("identity", args=(n,), non_block=True) for n, one in enumerate((executor, other))]
+            futures = [
+                one.collective_rpc("identity", args=(n,), non_block=True) for n, one in enumerate((executor, other))
+            ]
             assert [future.result(PATIENTLY) for future in futures] == [[n] * self.world_size for n in range(2)]
         finally:
             other.shutdown()

@@ -236,7 +236,7 @@ class FakeEngine:
 
 
 def _logprobs(token_id: int, count: int) -> TokenLogprobs:
-    top = [(token_id, -0.5)] + [(token_id + k, -1.0 - k) for k in range(1, count)]
+    top = [(token_id, -0.5)] + [(token_id - k, -1.0 - k) for k in range(1, count)]
     return TokenLogprobs(token_id, -0.5, 1, top[:count])
 
 

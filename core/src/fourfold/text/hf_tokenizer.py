@@ -1,4 +1,4 @@
-"""The tokenizer ``tokenizers``: a checkpoint folder's tokenizer.json through the tokenizers library. Imports no torch."""
+"""The tokenizer ``tokenizers``: a folder's tokenizer.json through the library of that name. Imports no torch."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class HfTokenizer:
         return token.replace(_WORD_START, " ").encode()
 
     def _plain_tokenizer(self) -> Tokenizer:
-        """A second tokenizer that takes special tokens for text. Apart from the first, since the setting is its whole."""
+        """A second tokenizer, since taking special tokens for text is a setting of the whole object."""
         with self._plain_lock:
             if self._plain is None:
                 plain = _load(self._path)

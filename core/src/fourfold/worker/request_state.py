@@ -25,7 +25,7 @@ class RequestState:
     """Rows are slots; they grow as the engine numbers more (preempted requests keep theirs)."""
 
     token_ids: Int32
-    """[slots, max_model_len]: prompt, then output."""
+    """[slots, max_model_len + 1]: prompt, then output."""
     num_tokens: Int64
     """[slots]: tokens known."""
     prompt_lengths: Int64
@@ -34,7 +34,8 @@ class RequestState:
     def __init__(self, cache: KVCacheConfig, *, slots: int, max_model_len: int, vocabulary_size: int) -> None:
         self._vocabulary_size = vocabulary_size
         self.max_model_len = max_model_len
-        self.token_ids = np.zeros((slots, max_model_len), np.int32)
+        # One more than the context: the last position may still sample.
+        self.token_ids = np.zeros((slots, max_model_len + 1), np.int32)
         self.num_tokens = np.zeros(slots, np.int64)
         self.prompt_lengths = np.zeros(slots, np.int64)
         self.block_tables = [BlockTable(slots, max_model_len, group.spec.block_size) for group in cache.groups]

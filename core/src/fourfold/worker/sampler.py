@@ -50,7 +50,7 @@ class Sampler:
         rows = self._state.rows[slots]
         features = rows["features"]
         present = int(np.bitwise_or.reduce(features))
-        broken = self._broken(logits)
+        broken = np.flatnonzero(~self._device.finite_rows(logits))
         if len(broken):
             logits[self._device.upload(broken)] = 0.0
         wanted = _having(features, Feature.LOGPROBS)
@@ -66,11 +66,6 @@ class Sampler:
         token_ids = self._draw(logits, rows, positions) if present & Feature.RANDOM else self._operators.argmax(logits)
         logprobs = self._logprobs(original, token_ids, rows, wanted)
         return Sampled(token_ids.cpu().numpy(), logprobs, broken)
-
-    def _broken(self, logits: torch.Tensor) -> Int64:
-        # A sum is one fast pass, and it is finite only if every entry is.
-        finite = torch.isfinite(logits.sum(-1)).cpu().numpy()
-        return np.flatnonzero(~finite)
 
     def _original(self, logits: torch.Tensor, wanted: Int64, *, changes: bool) -> torch.Tensor:
         if not len(wanted) or (len(wanted) == len(logits) and not changes):

@@ -10,6 +10,14 @@ from typing import NamedTuple
 
 import torch
 
+_FEW = 1024
+"""Rows that keep up to so many by top-k are cut among these alone."""
+
+
+_SORTED_FIRST = (256, 4096)
+"""Entries of a row that are sorted for top-p before all of them are."""
+
+
 class Largest(NamedTuple):
     """The k largest entries of each row, largest first."""
 
@@ -58,10 +66,62 @@ def truncate(
     scaled = logits * inverse_temperature.unsqueeze(-1)
     top = scaled.amax(-1)
     threshold = top + torch.log(min_p)
-    top_k = torch.where(top_k > 0, top_k, scaled.shape[-1]).clamp_max(scaled.shape[-1])
-    few = top_k <= _FEW
-    for rows, cut in ((few, _cut_of_few), (~few & (top_p < 1), _cut_of_many), (~few & (top_p == 1), _cut_by_count)):
-        at = torch.nonzero(rows).squeeze(-1)
-        if len(at):
-            threshold[at] = cut(scaled[at], top[at], threshold[at], top_k[at], top_p[at])
+    few = (top_k > 0) & (top_k <= _FEW)
+    at = torch.nonzero(few).squeeze(-1)
+    if len(at):
+        threshold[at] = _cut_of_few(scaled[at], top[at], threshold[at], top_k[at], top_p[at])
+    at = torch.nonzero(~few & (top_k > 0) & (top_k < scaled.shape[-1])).squeeze(-1)
+    if len(at):
+        kth = largest(scaled[at], int(top_k[at].max())).values.gather(-1, (top_k[at] - 1).unsqueeze(-1)).squeeze(-1)
+        threshold[at] = torch.maximum(threshold[at], kth)
+    at = torch.nonzero(~few & (top_p < 1)).squeeze(-1)
+    if len(at):
+        threshold[at] = _cut_of_many(scaled[at], top[at], threshold[at], top_p[at])
     return logits.masked_fill(scaled < threshold.unsqueeze(-1), -torch.inf)
+
+
+def _cut_of_few(
+    scaled: torch.Tensor, top: torch.Tensor, threshold: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> torch.Tensor:
+    """The smallest entry that is kept of the k largest of each row that are at least ``threshold``."""
+    values = largest(scaled, min(int(top_k.max()), scaled.shape[-1])).values
+    places = torch.arange(values.shape[-1], device=values.device)
+    kept = (places < top_k.unsqueeze(-1)) & (values >= threshold.unsqueeze(-1))
+    weights = _weights(values, kept, top)
+    return _last_kept(values, kept, weights, top_p, weights.sum(-1))
+
+
+def _cut_of_many(scaled: torch.Tensor, top: torch.Tensor, threshold: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The smallest entry that is kept of those of each row that are at least ``threshold``.
+
+    Sorts as much of a row as its share needs: a few hundred entries as a rule, the whole row at worst.
+    """
+    width = scaled.shape[-1]
+    weights = torch.exp(scaled - top.unsqueeze(-1)).masked_fill_(scaled < threshold.unsqueeze(-1), 0.0)
+    total = weights.sum(-1, dtype=torch.float64)
+    cut = torch.empty_like(threshold)
+    left = torch.arange(len(scaled), device=scaled.device)
+    for size in (*(size for size in _SORTED_FIRST if size < width), width):
+        values = largest(scaled[left], size).values
+        kept = values >= threshold[left].unsqueeze(-1)
+        found = _weights(values, kept, top[left])
+        cut[left] = _last_kept(values, kept, found, top_p[left], total[left])
+        short = found.sum(-1) < top_p[left] * total[left]
+        left = left[short & kept[:, -1]]
+        if not len(left):
+            break
+    return cut
+
+
+def _weights(values: torch.Tensor, kept: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+    """fp64 shares of ``values`` [R, C] up to a factor a row; summed in fp64, the batch moves no cut."""
+    return torch.where(kept, torch.exp(values - top.unsqueeze(-1)).double(), 0.0)
+
+
+def _last_kept(
+    values: torch.Tensor, kept: torch.Tensor, weights: torch.Tensor, top_p: torch.Tensor, total: torch.Tensor
+) -> torch.Tensor:
+    """Of ``values`` [R, C], largest first, the one that brings the sum to ``top_p * total``, or the last ``kept``."""
+    reached = torch.cumsum(weights, -1) >= (top_p * total).unsqueeze(-1)
+    last = torch.where(reached.any(-1) & (top_p < 1), reached.to(torch.int8).argmax(-1), kept.sum(-1) - 1)
+    return values.gather(-1, last.unsqueeze(-1)).squeeze(-1)

@@ -6,7 +6,6 @@ what runs.
 
 from __future__ import annotations
 
-import logging
 from contextlib import closing
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,8 +23,6 @@ from fourfold.worker.model_runner import ModelRunner
 if TYPE_CHECKING:
     from fourfold.entries import WorkerContext
     from fourfold.models.decoder import Decoder
-
-log = logging.getLogger(__name__)
 
 
 class _Loaded(NamedTuple):

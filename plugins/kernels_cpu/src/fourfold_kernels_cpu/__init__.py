@@ -1,3 +1,3 @@
-"""AVX-512 bf16 kernels in C++ behind a plain C ABI, compiled at first use. Importing this compiles and loads nothing."""
+"""AVX-512 bf16 kernels in C++ behind a plain C ABI, compiled at first use. Importing this loads nothing."""
 
 from __future__ import annotations

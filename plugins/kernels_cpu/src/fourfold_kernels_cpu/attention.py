@@ -9,8 +9,8 @@ import struct
 from typing import TYPE_CHECKING, Final
 
 import torch
-from fourfold.errors import Unsupported
 
+from fourfold.errors import Unsupported
 from fourfold_kernels_cpu.native import load
 
 if TYPE_CHECKING:

@@ -11,14 +11,15 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from fourfold.errors import EngineError, Unsupported
-
+from fourfold.errors import Unsupported
 from fourfold_kernels_cpu.cpu_support import compiler
 
 SOURCES: Final = Path(__file__).parent / "csrc"
@@ -43,7 +44,10 @@ LIBRARY: Final = "libfourfold_kernels_cpu.so"
 
 
 def ensure_built() -> Path:
-    """The compiled library of these sources, compiling it first where the cache has none."""
+    """The compiled library of these sources, compiling it first where the cache has none.
+
+    Raises Unsupported when it cannot be had, so that ``auto`` takes the torch twins.
+    """
     command = compiler()
     if command is None:
         raise Unsupported("the CPU kernels need a C++ compiler; install g++ or set CXX")
@@ -51,11 +55,16 @@ def ensure_built() -> Path:
     library = folder / LIBRARY
     if library.exists():
         return library
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     deadline = time.monotonic() + DEADLINE
-    with _locked(folder / "lock", deadline):
-        if not library.exists():
-            _compile(command, library, deadline)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with _locked(folder / "lock", deadline):
+            if not library.exists():
+                _compile(command, library, deadline)
+    except OSError as error:
+        raise Unsupported(
+            f"the CPU kernels cannot be compiled into {str(folder)!r}: {error}; set XDG_CACHE_HOME"
+        ) from error
     return library
 
 
@@ -74,6 +83,7 @@ def _fingerprint(command: str) -> str:
 
 @contextmanager
 def _locked(path: Path, deadline: float) -> Iterator[None]:
+    pause = threading.Event()  # never set: flock has no deadline of its own
     with path.open("w") as handle:
         while True:
             try:
@@ -81,10 +91,10 @@ def _locked(path: Path, deadline: float) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise EngineError(
+                    raise Unsupported(
                         f"another process holds {str(path)!r} for more than {DEADLINE:g} s; end it or delete the file"
                     ) from None
-                time.sleep(0.02)
+                pause.wait(0.02)
         yield
 
 
@@ -93,41 +103,32 @@ def _compile(command: str, library: Path, deadline: float) -> None:
     sources = sorted(SOURCES.glob("*.cpp"), key=lambda path: -path.stat().st_size)
     with tempfile.TemporaryDirectory(prefix="build-", dir=library.parent) as name:
         scratch = Path(name)
-        objects = [scratch / f"{source.stem}.o" for source in sources]
-        pending = list(zip(sources, objects, strict=True))
-        running: list[subprocess.Popen[bytes]] = []
-        try:
-            while pending or running:
-                while pending and len(running) < max(2, len(os.sched_getaffinity(0))):
-                    source, target = pending.pop(0)
-                    arguments = [command, *FLAGS, "-c", str(source), "-o", str(target)]
-                    running.append(subprocess.Popen(arguments, stderr=subprocess.PIPE))
-                running = [child for child in running if not _finished(child, deadline)]
-                time.sleep(0.005)
-        finally:
-            for child in running:
-                child.kill()
-                child.wait()
-        linked = scratch / LIBRARY
+        objects = [str(scratch / f"{source.stem}.o") for source in sources]
+        with ThreadPoolExecutor(max(2, len(os.sched_getaffinity(0)))) as pool:
+            calls = [
+                pool.submit(_run, [command, *FLAGS, "-c", str(source), "-o", target], deadline)
+                for source, target in zip(sources, objects, strict=True)
+            ]
+            try:
+                for call in calls:
+                    call.result()
+            except Unsupported:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
         # No -fopenmp here: the OpenMP symbols stay open and bind to the runtime that torch has loaded.
-        _check(subprocess.Popen([command, "-shared", *map(str, objects), "-o", str(linked)], stderr=subprocess.PIPE))
-        linked.replace(library)
+        _run([command, "-shared", *objects, "-o", str(scratch / LIBRARY)], deadline)
+        (scratch / LIBRARY).replace(library)
 
 
-def _finished(child: subprocess.Popen[bytes], deadline: float) -> bool:
-    if child.poll() is None:
-        if time.monotonic() > deadline:
-            raise EngineError(f"compiling the CPU kernels took more than {DEADLINE:g} s")
-        return False
-    _check(child)
-    return True
-
-
-def _check(child: subprocess.Popen[bytes]) -> None:
-    _, errors = child.communicate(timeout=DEADLINE)
-    if child.returncode:
-        tail = errors.decode(errors="replace")[-2000:]
-        raise EngineError(f"{child.args!r} failed with code {child.returncode}: {tail}")
+def _run(arguments: list[str], deadline: float) -> None:
+    try:
+        subprocess.run(
+            arguments, check=True, capture_output=True, text=True, timeout=max(deadline - time.monotonic(), 0.1)
+        )
+    except subprocess.TimeoutExpired:
+        raise Unsupported(f"compiling the CPU kernels took more than {DEADLINE:g} s") from None
+    except subprocess.CalledProcessError as error:
+        raise Unsupported(f"{arguments!r} failed with code {error.returncode}: {error.stderr[-2000:]}") from None
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The compiled library, loaded once beside torch's own OpenMP runtime, and the one way to call its kernels.
 
 A call is a kernel's name, its packed 8-byte slots and the tensors behind them. While a program is being recorded,
-calls are also noted there and outputs come from its arena.
+calls are noted there instead of being run, and memory for results is the program's.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Final, Protocol
 
 import torch
-from fourfold.errors import EngineError, Unsupported
 
+from fourfold.errors import EngineError, Unsupported
 from fourfold_kernels_cpu.build import ensure_built
 from fourfold_kernels_cpu.cpu_support import unsupported_reason
 
@@ -71,9 +71,12 @@ class Native:
         self.recorder: Recorder | None = None
 
     def call(self, kernel: str, slots: bytes, *tensors: torch.Tensor | None) -> None:
-        """Run a kernel now and, while a program is captured, note it there."""
-        self._functions[kernel](slots)
-        if self.recorder is not None:
+        """Run a kernel or, while a program is captured, note it there instead."""
+        if self.recorder is None:
+            # Asking torch also hands its setting to OpenMP on a Python thread that has not computed yet.
+            torch.get_num_threads()
+            self._functions[kernel](slots)
+        else:
             self.recorder.record(self._bodies[kernel], slots, tensors)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -84,6 +87,7 @@ class Native:
 
     def replay(self, records: int, count: int) -> None:
         """Run ``count`` recorded calls, an array of (body, slots) addresses, in one team of threads."""
+        torch.get_num_threads()
         self._replay(records, count)
 
 
@@ -97,7 +101,7 @@ def load() -> Native:
 
 
 def _share_openmp_runtime() -> None:
-    """Make the symbols of torch's libgomp visible, so that there is one thread pool; the system's where torch has none."""
+    """Make the symbols of torch's libgomp visible, so that there is one thread pool; else the system's."""
     path = "libgomp.so.1"
     for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
         mapped = line.split(maxsplit=5)[-1]

@@ -6,8 +6,8 @@ import struct
 from typing import TYPE_CHECKING, Final
 
 import torch
-from fourfold.errors import Unsupported
 
+from fourfold.errors import Unsupported
 from fourfold_kernels_cpu.native import load
 
 if TYPE_CHECKING:
@@ -40,26 +40,11 @@ class Avx512Operators:
         width = x.shape[-1]
         rows = x.numel() // width if width else 0
         stride = x.stride(0) if x.dim() == 2 else width
-        out = self._native.empty(tuple(x.shape), torch.bfloat16)
-        self._norm(out, width, x, stride, weight, rows, width, epsilon, weight_offset)
-        return out
-
-    def _norm(
-        self,
-        out: torch.Tensor,
-        out_stride: int,
-        x: torch.Tensor,
-        stride: int,
-        weight: torch.Tensor,
-        rows: int,
-        width: int,
-        epsilon: float,
-        weight_offset: float,
-    ) -> None:
         _check_bf16(x, weight)
+        out = self._native.empty(tuple(x.shape), torch.bfloat16)
         slots = _NORM.pack(
             out.data_ptr(),
-            out_stride,
+            width,
             0,
             x.data_ptr(),
             stride,
@@ -72,6 +57,7 @@ class Avx512Operators:
             weight_offset,
         )
         self._native.call("rms_norm", slots, out, x, weight)
+        return out
 
     def add_rms_norm(
         self,

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import torch
-from fourfold.errors import Unsupported
 
+from fourfold.errors import Unsupported
 from fourfold_kernels_cpu.huge_pages import WeightArena
 from fourfold_kernels_cpu.native import load
 
 if TYPE_CHECKING:
+    from fourfold.contracts.linear_method import LinearWeight
     from fourfold.entries import ComputeContext
 
 PANEL: Final = 32
@@ -63,8 +64,9 @@ class PackedLinearMethod:
             out_features, in_features, packed, vector, packed.data_ptr(), 0 if vector is None else vector.data_ptr()
         )
 
-    def load_shard(self, weight: PackedWeight, tensor: torch.Tensor, *, first_row: int) -> None:
+    def load_shard(self, weight: LinearWeight, tensor: torch.Tensor, *, first_row: int) -> None:
         """Pack rows of bf16, fp16 or fp32; other dtypes pass through fp32."""
+        target = _packed(weight)
         rows, columns = tensor.shape
         if columns != weight.in_features or not 0 <= first_row <= weight.out_features - rows:
             raise Unsupported(
@@ -78,7 +80,7 @@ class PackedLinearMethod:
         if tensor.stride(1) != 1:
             tensor = tensor.contiguous()
         slots = _PACK.pack(
-            weight.packed_address,
+            target.packed_address,
             first_row,
             tensor.data_ptr(),
             tensor.stride(0) * tensor.element_size(),
@@ -86,16 +88,18 @@ class PackedLinearMethod:
             columns,
             _SOURCES[tensor.dtype],
         )
-        self._native.call("pack", slots, tensor, weight.packed)
+        self._native.call("pack", slots, tensor, target.packed)
 
-    def load_bias(self, weight: PackedWeight, tensor: torch.Tensor, *, first_row: int) -> None:
+    def load_bias(self, weight: LinearWeight, tensor: torch.Tensor, *, first_row: int) -> None:
         """Keep bias entries in fp32, rounded to bf16 first as a dense layer would."""
-        if weight.bias is None:
+        bias = _packed(weight).bias
+        if bias is None:
             raise Unsupported("this packed weight was created without a bias")
-        weight.bias[first_row : first_row + tensor.shape[0]].copy_(tensor.to(torch.bfloat16))
+        bias[first_row : first_row + tensor.shape[0]].copy_(tensor.to(torch.bfloat16))
 
-    def apply(self, weight: PackedWeight, x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    def apply(self, weight: LinearWeight, x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """One GEMM; results in bf16 or fp32."""
+        weight = _packed(weight)
         if x.dtype is not torch.bfloat16 or x.stride(-1) != 1 or x.dim() != 2:
             raise Unsupported(f"packed_bf16 takes bfloat16 rows, not {x.dtype} of shape {tuple(x.shape)}")
         full = out_dtype is torch.float32
@@ -121,14 +125,15 @@ class PackedLinearMethod:
         self._native.call("linear", slots, x, weight.packed, weight.bias, out)
         return out
 
-    def embed(self, weight: PackedWeight, token_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, weight: LinearWeight, token_ids: torch.Tensor) -> torch.Tensor:
         """Rows of the packed weight; ids outside [0, out_features) give zero rows."""
         return self.embed_range(weight, token_ids, first_id=0, factor=1.0)
 
     def embed_range(
-        self, weight: PackedWeight, token_ids: torch.Tensor, *, first_id: int, factor: float
+        self, weight: LinearWeight, token_ids: torch.Tensor, *, first_id: int, factor: float
     ) -> torch.Tensor:
         """Rows for ids of [first_id, first_id + out_features), others zero, times ``factor``."""
+        weight = _packed(weight)
         if token_ids.dtype is not torch.int64 or not token_ids.is_contiguous():
             raise Unsupported(f"token ids are contiguous int64, not {token_ids.dtype}")
         tokens = token_ids.numel()
@@ -146,3 +151,9 @@ class PackedLinearMethod:
         )
         self._native.call("embedding", slots, out, token_ids, weight.packed)
         return out
+
+
+def _packed(weight: LinearWeight) -> PackedWeight:
+    if not isinstance(weight, PackedWeight):
+        raise TypeError(f"packed_bf16 got a weight of {type(weight).__name__}, which it did not create")
+    return weight

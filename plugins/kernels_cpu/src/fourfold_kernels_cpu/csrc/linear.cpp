@@ -24,13 +24,20 @@ struct Job {
     int64_t panels, pairs, panel_elements;
 };
 
-inline void store(const Job& job, int64_t row, int64_t column, __m512 value) {
-    const __mmask16 mask = ff::tail_mask(job.columns - column);
-    if (job.bias) value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, job.bias + column));
-    if (job.out_fp32)
-        ff::store_fp32(static_cast<float*>(job.out) + row * job.ldo + column, value, mask);
-    else
-        ff::store_bf16(static_cast<bf16*>(job.out) + row * job.ldo + column, value, mask);
+// Adds the bias, rounds and stores. Out of line and from memory: it would otherwise be the larger part of every tile.
+__attribute__((noinline)) void finish(const Job& job, int64_t first, int64_t column, const float* sums, int rows,
+                                      int vectors) {
+    for (int r = 0; r < rows; ++r)
+        for (int n = 0; n < vectors; ++n, sums += 16) {
+            const int64_t at = column + n * 16;
+            if (at >= job.columns) continue;
+            const __mmask16 mask = ff::tail_mask(job.columns - at);
+            __m512 value = _mm512_load_ps(sums);
+            if (job.bias) value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, job.bias + at));
+            const int64_t offset = (first + r) * job.ldo + at;
+            if (job.out_fp32) ff::store_fp32(static_cast<float*>(job.out) + offset, value, mask);
+            else ff::store_bf16(static_cast<bf16*>(job.out) + offset, value, mask);
+        }
 }
 
 // MR rows x NP panels. `ahead` is fetched into L2 on the way: `step` bytes for each pair of K.
@@ -76,13 +83,12 @@ __attribute__((noinline)) void tile(const Job& job, int64_t row, int64_t panel, 
                 acc[r][n] = ff::dot(acc[r][n], ff::load(w + (n / 2) * second + (n % 2) * 32), a);
         }
     }
+    alignas(64) float sums[MR * NV * 16];
 #pragma GCC unroll 16
     for (int r = 0; r < MR; ++r)
 #pragma GCC unroll 4
-        for (int n = 0; n < NV; ++n) {
-            const int64_t column = panel * kPanel + n * 16;
-            if (column < job.columns) store(job, row + r, column, acc[r][n]);
-        }
+        for (int n = 0; n < NV; ++n) _mm512_store_ps(sums + (r * NV + n) * 16, acc[r][n]);
+    finish(job, row, panel * kPanel, sums, MR, NV);
 }
 
 using Tile = void (*)(const Job&, int64_t, int64_t, const char*, int64_t);

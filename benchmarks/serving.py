@@ -1,6 +1,6 @@
 """HTTP figures on the embedded model: throughput, time to first token and between tokens at a concurrency; start and memory.
 
-``python benchmarks/http.py [--concurrency 16 --requests 64 --repetitions 3] [--peer-command '... --port {port}']``. The
+``python benchmarks/serving.py [--concurrency 16 --requests 64 --repetitions 3] [--peer-command '... --port {port}']``. The
 peer is any OpenAI-compatible server, started after ours has ended and given the same requests. Run nothing beside it.
 """
 

@@ -1,0 +1,274 @@
+"""``LLM``: an engine in this process, for batches of prompts. Imports torch only through the engine that it builds."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import msgspec
+
+from fourfold.client.request_result import CompletionOutput, RequestResult
+from fourfold.config.engine_config import EngineConfig
+from fourfold.config.options import build_engine_config
+from fourfold.config.resolution import resolve
+from fourfold.engine.build import build_engine
+from fourfold.engine.engine_core import EngineCore
+from fourfold.errors import ConfigError, EngineError, ExecutorClosed, RequestError
+from fourfold.messages import AddRequest, FinishReason, RequestOutput
+from fourfold.plugins import load_plugins
+from fourfold.sampling_params import MAX_SEED, SamplingParams
+from fourfold.text.output_processor import Delta, OutputProcessor
+from fourfold.text.seeds import choice_seed
+from fourfold.text.served_model import load_served_model
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or a mapping with ``prompt`` or ``prompt_token_ids``."""
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """``LLM("smollm2").generate("The capital of France is", SamplingParams(max_tokens=4))``.
+
+    Use as a context manager, or call ``close``. One thread at a time.
+    """
+
+    def __init__(self, model: str | EngineConfig = "smollm2", **options: object) -> None:
+        """``options`` are those of ``fourfold serve``, with underscores, or ``model`` is a whole config.
+
+        Raises ConfigError, PluginError, and EngineError for a rank that failed.
+        """
+        registry = load_plugins()
+        if not isinstance(model, EngineConfig):
+            model = build_engine_config(registry.settings(), model=model, **options)
+        elif options:
+            raise ConfigError(f"options beside a whole config: {', '.join(options)}; put them into the config")
+        self.config = resolve(model, registry).config
+        self._text = load_served_model(self.config, registry)
+        self.tokenizer = self._text.tokenizer
+        self._events = registry.events
+        built = build_engine(self.config, registry)
+        self._core: EngineCore | None = built.core
+        self._ready = built.ready
+        self._seeds = random.Random(self.config.model.seed)
+        self._serial = itertools.count()
+        self._events.engine_started(self._ready)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the engine and its ranks. Twice is harmless."""
+        core, self._core = self._core, None
+        if core is not None:
+            try:
+                core.shutdown()
+            finally:
+                self._events.engine_stopped(self._ready)
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestResult]:
+        """Go on from every prompt; results are in the order of ``prompts``.
+
+        ``params`` are one for all prompts or one each. Raises RequestError, before anything runs, for a prompt or
+        parameter that cannot work, and EngineError when the engine fails.
+        """
+        several = _as_list(prompts)
+        return self._run([self._encode(prompt, place) for place, prompt in enumerate(several)], params)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestResult]:
+        """Answer one conversation, or each of several; raises like ``generate``.
+
+        Special tokens in messages are plain text.
+        """
+        template = self._text.chat_template
+        if template is None:
+            raise RequestError("the model has no chat template; pass chat_template=FILE", parameter="messages")
+        conversations: list[Any] = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        encoded = [
+            template.encode(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=chat_template_kwargs,
+            )
+            for conversation in conversations
+        ]
+        return self._run([_Encoded(None, token_ids) for token_ids in encoded], params)
+
+    def _encode(self, prompt: Prompt, place: int) -> _Encoded:
+        text: Any = prompt
+        if isinstance(prompt, Mapping):
+            known = [key for key in ("prompt", "prompt_token_ids") if key in prompt]
+            if len(known) != 1:
+                raise RequestError(f"prompt {place} needs one of prompt and prompt_token_ids", parameter="prompt")
+            text = prompt[known[0]]
+        if isinstance(text, str):
+            return _Encoded(text, self.tokenizer.encode(text))
+        token_ids = list(text)
+        if not all(type(token_id) is int for token_id in token_ids):
+            raise RequestError(f"prompt {place} has an item that is no token id", parameter="prompt")
+        return _Encoded(None, token_ids)
+
+    def _run(
+        self, prompts: Sequence[_Encoded], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[RequestResult]:
+        if self._core is None:
+            raise ExecutorClosed("this LLM is closed; build another one")
+        several = _params_of(params, len(prompts))
+        choices = [
+            choice
+            for place, (prompt, sampling) in enumerate(zip(prompts, several))
+            for choice in self._choices(prompt, sampling, place)
+        ]
+        # The engine refuses more than it lets wait; the rest is added as requests end.
+        _Batch(self._core, choices, limit=self.config.scheduler.max_num_waiting).run()
+        results: list[RequestResult] = []
+        following = iter(choices)
+        for prompt, sampling in zip(prompts, several):
+            results.append(_result(prompt, list(itertools.islice(following, sampling.n))))
+        return results
+
+    def _choices(self, prompt: _Encoded, sampling: SamplingParams, place: int) -> Iterator[_Choice]:
+        limit, size = self._ready.max_model_len, self._text.vocabulary_size
+        num_prompt = len(prompt.token_ids)
+        if not 0 < num_prompt < limit:
+            raise RequestError(
+                f"prompt {place} has {num_prompt} tokens; 1 to {limit - 1} leave room for output",
+                parameter="prompt",
+                code="context_length_exceeded" if num_prompt else None,
+            )
+        if min(prompt.token_ids) < 0 or max(prompt.token_ids) >= size:
+            raise RequestError(
+                f"prompt {place} has a token id outside the vocabulary, 0 to {size - 1}", parameter="prompt"
+            )
+        sampling.check_vocabulary(size)
+        seed = self._seeds.randint(0, MAX_SEED) if sampling.seed is None else sampling.seed
+        max_tokens = min(sampling.max_tokens or limit, limit - num_prompt)
+        for index in range(sampling.n):
+            request = AddRequest(
+                request_id=f"llm-{next(self._serial)}",
+                client=0,
+                prompt_token_ids=prompt.token_ids,
+                sampling=msgspec.structs.replace(sampling, n=1, max_tokens=max_tokens, seed=choice_seed(seed, index)),
+                eos_token_ids=self._text.eos_token_ids,
+                arrival_time=time.time(),
+            )
+            yield _Choice(request, OutputProcessor(self.tokenizer, request.sampling, prompt.token_ids), Delta())
+
+
+class _Encoded(NamedTuple):
+    """A prompt as the engine gets it."""
+
+    text: str | None
+    token_ids: list[int]
+
+
+class _Choice(NamedTuple):
+    """One engine request and what has come of it."""
+
+    request: AddRequest
+    processor: OutputProcessor
+    total: Delta
+
+
+class _Batch:
+    """Runs choices to their ends; whatever interrupts it, none is left in the engine."""
+
+    def __init__(self, core: EngineCore, choices: Sequence[_Choice], *, limit: int) -> None:
+        self._core = core
+        self._limit = limit
+        self._waiting = iter(choices)
+        self._running: dict[str, _Choice] = {}
+
+    def run(self) -> None:
+        """Return when every choice has ended. Raises RequestError and EngineError."""
+        try:
+            self._fill()
+            while self._running:
+                for outputs in self._core.step().values():
+                    for output in outputs:
+                        self._take(output)
+                self._fill()
+        finally:
+            if self._running:
+                self._core.abort(list(self._running))
+
+    def _fill(self) -> None:
+        for choice in itertools.islice(self._waiting, self._limit - len(self._running)):
+            self._running[choice.request.request_id] = choice
+            refusal = self._core.add(choice.request)
+            if refusal is not None:
+                self._take(refusal)
+
+    def _take(self, output: RequestOutput) -> None:
+        choice = self._running.get(output.request_id)
+        if choice is None:
+            return
+        delta = choice.processor.process(output)
+        choice.total.merge(delta)
+        if delta.finish_reason is None:
+            return
+        del self._running[output.request_id]
+        if output.finish_reason is None:
+            self._core.abort([output.request_id])
+        elif delta.finish_reason is FinishReason.ERROR:
+            message = delta.error or "the engine failed on a request"
+            raise RequestError(message, status=delta.error_status) if delta.error_status < 500 else EngineError(message)
+
+
+def _result(prompt: _Encoded, choices: Sequence[_Choice]) -> RequestResult:
+    outputs = []
+    for index, choice in enumerate(choices):
+        total, wanted = choice.total, choice.request.sampling.logprobs is not None
+        outputs.append(
+            CompletionOutput(
+                index=index,
+                text=total.text,
+                token_ids=total.token_ids,
+                logprobs=[placed.logprobs for placed in total.logprobs] if wanted else None,
+                finish_reason=total.finish_reason or FinishReason.ABORT,
+                stop_reason=total.stop_reason,
+            )
+        )
+    first = choices[0].total
+    return RequestResult(
+        prompt=prompt.text,
+        prompt_token_ids=prompt.token_ids,
+        prompt_logprobs=first.prompt_logprobs,
+        num_cached_tokens=first.num_cached_tokens,
+        outputs=outputs,
+    )
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt is a list of one; a list of integers is one prompt of token ids."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    several: list[Any] = list(prompts)
+    return [several] if several and isinstance(several[0], int) else several
+
+
+def _params_of(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if len(params) != num_prompts:
+        raise RequestError(f"there are {num_prompts} prompts and {len(params)} params; pass one, or one each")
+    return params

@@ -1,0 +1,108 @@
+"""The typed client, over a small executor that answers in bytes."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import msgspec
+import pytest
+
+from fourfold.config.options import build_engine_config
+from fourfold.contracts.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from fourfold.engine.executor_client import ExecutorClient
+from fourfold.errors import ConfigError, WorkerError
+from fourfold.messages import InitializeCache, StepMessage, StepOutput, WorkerInfo
+
+SPEC = KVCacheSpec(block_size=16, bytes_per_block=64)
+CACHE = KVCacheConfig(groups=(KVCacheGroup(spec=SPEC, layers=(0,)),), num_blocks=8)
+
+
+class FakeExecutor:
+    world_size = 2
+    output_rank = 1
+    max_in_flight = 2
+
+    def __init__(self):
+        self.calls = []
+        self.step = Future()
+
+    def collective_rpc(self, method, *, args=(), timeout=None, reply_rank=None, non_block=False):
+        self.calls.append((method, timeout, reply_rank))
+        match method:
+            case "load":
+                return [msgspec.msgpack.encode(info(rank)) for rank in range(self.world_size)]
+            case "initialize_cache":
+                assert msgspec.msgpack.decode(args[0], type=InitializeCache).cache == CACHE
+            case "execute_model":
+                assert msgspec.msgpack.decode(args[0], type=StepMessage).step == 7
+                assert non_block
+                return self.step
+        return [None] * self.world_size
+
+    def on_failure(self, callback):
+        self.calls.append(("on_failure", callback, None))
+
+    def shutdown(self):
+        self.calls.append(("shutdown", None, None))
+
+
+def info(rank):
+    return WorkerInfo(
+        rank=rank, device="cpu", dtype="float32", available_bytes=1, kv_cache_specs={0: SPEC}, backends={"a": "b"}
+    )
+
+
+@pytest.fixture
+def executor():
+    return FakeExecutor()
+
+
+@pytest.fixture
+def client(executor):
+    return ExecutorClient(executor, build_engine_config(startup_timeout=9, rpc_timeout=3))
+
+
+def test_calls_carry_typed_messages_and_their_deadlines(client, executor):
+    assert client.load() == [info(0), info(1)]
+    client.initialize_cache(CACHE)
+    client.warm_up()
+    client.check_health(0.5)
+    client.on_failure(print)
+    client.shutdown()
+    assert executor.calls == [
+        ("load", 9, None),
+        ("initialize_cache", 9, None),
+        ("warm_up", 9, None),
+        ("check_health", 0.5, None),
+        ("on_failure", print, None),
+        ("shutdown", None, None),
+    ]
+
+
+def test_a_step_is_answered_by_the_output_rank(client, executor):
+    future = client.execute_model(StepMessage(step=7))
+    assert executor.calls == [("execute_model", 3, 1)]
+    assert not future.done()
+    executor.step.set_result(msgspec.msgpack.encode(StepOutput(step=7, token_ids=[1, 2])))
+    assert future.result(0).token_ids == [1, 2]
+
+
+def test_errors_of_a_step_reach_its_future(client, executor):
+    future = client.execute_model(StepMessage(step=7))
+    executor.step.set_exception(WorkerError(1, "execute_model", "ValueError", "bad"))
+    with pytest.raises(WorkerError, match="rank 1 failed in execute_model: ValueError: bad"):
+        future.result(0)
+
+
+def test_a_reply_that_is_no_step_output_is_an_error_of_the_future(client, executor):
+    future = client.execute_model(StepMessage(step=7))
+    executor.step.set_result(b"\xc1")
+    with pytest.raises(msgspec.DecodeError):
+        future.result(0)
+
+
+def test_steps_in_flight_are_what_executor_and_user_allow(executor):
+    assert ExecutorClient(executor, build_engine_config()).max_in_flight == 2
+    assert ExecutorClient(executor, build_engine_config(max_in_flight=1)).max_in_flight == 1
+    with pytest.raises(ConfigError, match="--max-in-flight is 3, and executor 'auto' takes 2 at most"):
+        ExecutorClient(executor, build_engine_config(max_in_flight=3))

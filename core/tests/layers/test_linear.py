@@ -1,0 +1,179 @@
+"""Shards of every kind reassemble to the whole layer, through the torch linear method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fourfold.config.engine_config import EngineConfig
+from fourfold.entries import ComputeContext, ParallelLayerContext
+from fourfold.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from fourfold.layers.partition import cut_features, cut_heads
+from fourfold.layers.torch_linear import TorchLinearMethod
+from fourfold.layers.vocabulary import ParallelHead, VocabParallelEmbedding
+
+CPU = torch.device("cpu")
+HEADS, KV_HEADS, DIM, HIDDEN = 9, 3, 4, 12
+
+
+class Sum:
+    """A communicator that returns what it gets; the test adds the ranks' results up."""
+
+    def all_reduce(self, tensor: torch.Tensor, *, channel: int = 0) -> torch.Tensor:
+        return tensor
+
+    def gather(self, tensor: torch.Tensor, *, destination: int = 0, channel: int = 0) -> list[torch.Tensor]:
+        return [tensor]
+
+
+class Counted:
+    """Tensor slices that count what is read."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.read = tensor, 0
+
+    @property
+    def shape(self) -> Sequence[int]:
+        return self.tensor.shape
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        part = self.tensor[index]
+        self.read += part.numel()
+        return part
+
+
+def context(rank: int, world_size: int, in_features: int, out_sizes: tuple[int, ...], **more: Any) -> Any:
+    compute = ComputeContext(config=EngineConfig(), device=CPU, dtype=torch.float32)
+    return ParallelLayerContext(
+        config=compute.config,
+        device=CPU,
+        dtype=torch.float32,
+        rank=rank,
+        world_size=world_size,
+        communicator=None if world_size == 1 else Sum(),  # type: ignore[arg-type]
+        linear_method=TorchLinearMethod(compute),
+        in_features=in_features,
+        out_sizes=out_sizes,
+        **more,
+    )
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+worlds = pytest.mark.parametrize("world_size", [1, 2, 3, 4, 9])
+
+
+@worlds
+def test_column(world_size: int) -> None:
+    weight, bias, x = random(100, HIDDEN), random(100), random(5, HIDDEN)
+    parts = []
+    for rank in range(world_size):
+        layer = ColumnParallelLinear(context(rank, world_size, HIDDEN, (100,), bias=True))
+        slices = Counted(weight)
+        layer.load("weight", slices)
+        layer.load("bias", bias)
+        parts.append(layer(x))
+        assert slices.read == parts[-1].shape[1] * HIDDEN, "a rank reads its own rows and no others"
+    torch.testing.assert_close(torch.cat(parts, dim=1), x @ weight.T + bias)
+
+
+@worlds
+def test_merged_column(world_size: int) -> None:
+    gate, up, x = random(64, HIDDEN), random(60, HIDDEN), random(5, HIDDEN)
+    gates, ups = [], []
+    for rank in range(world_size):
+        layer = MergedColumnParallelLinear(context(rank, world_size, HIDDEN, (64, 60)))
+        layer.load("1.weight", up)
+        layer.load("0.weight", gate)
+        out = layer(x)
+        width = len(cut_features(64, rank, world_size))
+        gates.append(out[:, :width])
+        ups.append(out[:, width:])
+    torch.testing.assert_close(torch.cat(gates, dim=1), x @ gate.T)
+    torch.testing.assert_close(torch.cat(ups, dim=1), x @ up.T)
+
+
+@worlds
+def test_qkv(world_size: int) -> None:
+    weights = {part: random(heads * DIM, HIDDEN) for part, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))}
+    biases = {part: random(weight.shape[0]) for part, weight in weights.items()}
+    x = random(5, HIDDEN)
+    whole = {part: (x @ weights[part].T + biases[part]).view(5, -1, DIM) for part in weights}
+    seen: list[int] = []
+    for rank in range(world_size):
+        layer = QKVParallelLinear(context(rank, world_size, HIDDEN, (HEADS, KV_HEADS, DIM), bias=True))
+        for part in "vkq":
+            layer.load(f"{part}.weight", weights[part])
+            layer.load(f"{part}.bias", biases[part])
+        cut = cut_heads(HEADS, KV_HEADS, rank, world_size)
+        out = layer(x).view(5, -1, DIM)
+        queries, keys, values = out.split([cut.num_heads, cut.num_kv_heads, cut.num_kv_heads], dim=1)
+        for slot, head in enumerate(cut.slots):
+            expected = torch.zeros(5, DIM) if head is None else whole["q"][:, head]
+            torch.testing.assert_close(queries[:, slot], expected)
+            seen += [] if head is None else [head]
+        torch.testing.assert_close(keys, whole["k"][:, cut.kv_heads.start : cut.kv_heads.stop])
+        torch.testing.assert_close(values, whole["v"][:, cut.kv_heads.start : cut.kv_heads.stop])
+    assert seen == list(range(HEADS))
+
+
+@worlds
+@pytest.mark.parametrize("by_heads", [False, True])
+def test_row(world_size: int, by_heads: bool) -> None:
+    features = HEADS * DIM
+    weight, bias, x = random(HIDDEN, features), random(HIDDEN), random(5, features)
+    total = torch.zeros(5, HIDDEN)
+    for rank in range(world_size):
+        in_heads = (HEADS, KV_HEADS, DIM) if by_heads else None
+        layer = RowParallelLinear(context(rank, world_size, features, (HIDDEN,), bias=True, in_heads=in_heads))
+        layer.load("weight", weight)
+        layer.load("bias", bias)
+        if by_heads:
+            heads = x.view(5, HEADS, DIM)
+            slots = cut_heads(HEADS, KV_HEADS, rank, world_size).slots
+            # What attention leaves in an empty slot is no zero: it must meet zero weights.
+            local = torch.cat([torch.ones(5, DIM) if slot is None else heads[:, slot] for slot in slots], dim=1)
+        else:
+            columns = cut_features(features, rank, world_size)
+            local = x[:, columns.start : columns.stop]
+        total += layer(local)
+    torch.testing.assert_close(total, x @ weight.T + bias)
+
+
+@worlds
+def test_vocabulary(world_size: int) -> None:
+    vocab_size = 131
+    table, ids, hidden = random(vocab_size, HIDDEN), torch.tensor([0, 63, 64, 127, 128, 130, 5]), random(4, HIDDEN)
+    embedded = torch.zeros(7, HIDDEN)
+    logits = []
+    for rank in range(world_size):
+        base = context(rank, world_size, HIDDEN, (vocab_size,))
+        embedding = VocabParallelEmbedding(base)
+        embedding.load("weight", table)
+        embedded += embedding(ids)
+        head = ParallelHead(replace(base, tied_weight=embedding.weight))
+        part = head._method.apply(head._weight, hidden, out_dtype=torch.float32)
+        logits.append(part)
+    torch.testing.assert_close(embedded, table[ids])
+    torch.testing.assert_close(torch.cat(logits, dim=1)[:, :vocab_size], hidden @ table.T)
+    assert not torch.cat(logits, dim=1)[:, vocab_size:].any(), "padding rows are zero"
+
+
+def test_untied_head() -> None:
+    head = ParallelHead(context(0, 1, HIDDEN, (131,)))
+    table, hidden = random(131, HIDDEN), random(4, HIDDEN)
+    head.load("weight", table)
+    logits = head(hidden)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, hidden @ table.T)

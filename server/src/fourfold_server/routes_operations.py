@@ -1,0 +1,76 @@
+"""What operators and their tools ask: probes, metrics, version, topology."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, Response
+
+from fourfold_server.errors import RETRY_AFTER_SECONDS
+from fourfold_server.state import ServerState
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def operations_router(state: ServerState) -> APIRouter:
+    """The probes take GET and HEAD and need no API key."""
+    router = APIRouter()
+
+    @router.head("/livez", include_in_schema=False)
+    @router.get("/livez", summary="Whether the process answers")
+    async def live() -> Response:
+        return JSONResponse({"status": "alive"})
+
+    @router.head("/readyz", include_in_schema=False)
+    @router.get("/readyz", summary="Whether requests are taken now")
+    async def ready() -> Response:
+        return _probe(state.unready_reason(), "ready", {})
+
+    @router.head("/health", include_in_schema=False)
+    @router.get("/health", summary="Whether the engines make progress")
+    async def health() -> Response:
+        return _probe(_unhealthy_reason(state), "healthy", _progress(state))
+
+    @router.get("/metrics", summary="Counts and times for Prometheus")
+    async def metrics() -> Response:
+        return Response(state.metrics.render(), headers={"content-type": METRICS_TYPE})
+
+    @router.get("/version", summary="The version of the server")
+    async def show_version() -> Response:
+        return JSONResponse({"version": version("fourfold-server")})
+
+    @router.get("/topology", summary="The processes of this deployment")
+    async def topology() -> Response:
+        return JSONResponse(state.topology())
+
+    return router
+
+
+def _probe(reason: str | None, good: str, details: dict[str, Any]) -> Response:
+    if reason is None:
+        return JSONResponse({"status": good, **details})
+    content = {"status": f"not {good}", "reason": reason, **details}
+    return JSONResponse(content, status_code=503, headers={"retry-after": RETRY_AFTER_SECONDS})
+
+
+def _unhealthy_reason(state: ServerState) -> str | None:
+    """Draining is healthy: running requests must be left to end."""
+    if state.draining:
+        return state.client.stalled(state.stall_timeout)
+    return state.unready_reason() or state.client.stalled(state.stall_timeout)
+
+
+def _progress(state: ServerState) -> dict[str, Any]:
+    engines = [
+        {
+            "engine": link.engine,
+            "state": link.state,
+            "running": link.stats.num_running,
+            "waiting": link.stats.num_waiting,
+            "steps": link.stats.num_steps,
+        }
+        for link in state.client.links
+    ]
+    return {"engines": engines}

@@ -1,0 +1,52 @@
+"""The command line is a promise: an option appears, changes its name or goes only together with this list."""
+
+from __future__ import annotations
+
+from fourfold.config.engine_config import EngineConfig
+from fourfold.config.options import OptionSet
+from fourfold_server.config import ServerConfig
+
+ENGINE_OPTIONS = {
+    "--attention",
+    "--block-size",
+    "--chat-template",
+    "--comm",
+    "--data-parallel-size",
+    "--drain-timeout",
+    "--dtype",
+    "--executor",
+    "--gpu-memory-utilization",
+    "--kv-cache-memory",
+    "--linear-method",
+    "--load-balancer",
+    "--load-format",
+    "--max-in-flight",
+    "--max-model-len",
+    "--max-num-batched-tokens",
+    "--max-num-seqs",
+    "--max-num-waiting",
+    "--model",
+    "--num-blocks",
+    "--operators",
+    "--parallel-layer",
+    "--pipeline-parallel-size",
+    "--prefix-caching",
+    "--revision",
+    "--rpc-timeout",
+    "--scheduler",
+    "--seed",
+    "--served-model-name",
+    "--stall-timeout",
+    "--startup-timeout",
+    "--tensor-parallel-size",
+    "--tokenizer",
+}
+
+
+def test_engine_options_are_these() -> None:
+    assert {option.flag for option in OptionSet((EngineConfig,)).options.values()} == ENGINE_OPTIONS
+
+
+def test_server_options_clash_with_none() -> None:
+    both = OptionSet((EngineConfig, ServerConfig))
+    assert {option.flag for option in both.options.values()} > ENGINE_OPTIONS
