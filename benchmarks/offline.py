@@ -1,4 +1,6 @@
-"""Offline figures on the embedded model: throughput, prefill, one stream, start, memory; beside floors and, if given, vLLM.
+"""Offline figures on the embedded model: throughput, prefill, one stream, start, memory.
+
+Beside floors and, if given, vLLM:
 
 ``python benchmarks/offline.py [--repetitions 3] [--peer-python PATH --peer-model FOLDER]``. The peer's interpreter must
 have vLLM; its figures are taken right after ours, by the same calls. Run nothing beside it.

@@ -1,7 +1,7 @@
-"""HTTP figures on the embedded model: throughput, time to first token and between tokens at a concurrency; start and memory.
+"""HTTP figures on the embedded model at a concurrency: throughput, first token, between tokens, start, memory.
 
-``python benchmarks/serving.py [--concurrency 16 --requests 64 --repetitions 3] [--peer-command '... --port {port}']``. The
-peer is any OpenAI-compatible server, started after ours has ended and given the same requests. Run nothing beside it.
+``python benchmarks/serving.py [--concurrency 16 --requests 64] [--peer-command '... --port {port}']``. The peer is any
+OpenAI-compatible server, started after ours has ended and given the same requests. Run nothing beside it.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ class Sample:
 def server(command: str, port: int, probe: str, deadline: float) -> Iterator[tuple[psutil.Process, float]]:
     """A running server and the seconds it took until ``probe`` answered 200."""
     start = time.perf_counter()
-    process = psutil.Popen(
-        shlex.split(command.format(port=port)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    process = psutil.Popen(shlex.split(command.format(port=port)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         while True:
             try:
@@ -69,7 +67,8 @@ async def request(port: int, model: str, prompt: list[int], tokens: int) -> Samp
         "stream": True,
     }
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}\r\n"
     sample = Sample(sent=time.perf_counter())
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
     writer.write(f"{head}Connection: close\r\n\r\n".encode() + data)
@@ -100,9 +99,7 @@ def measure(command: str, port: int, model: str, probe: str, options: argparse.N
         asyncio.run(load(port, model, prompts(4, 128, 999), 8, 4))
         for seed in range(options.repetitions):
             start = time.perf_counter()
-            samples = asyncio.run(
-                load(port, model, prompts(options.requests, 128, seed), 128, options.concurrency)
-            )
+            samples = asyncio.run(load(port, model, prompts(options.requests, 128, seed), 128, options.concurrency))
             elapsed = time.perf_counter() - start
             first = [(sample.events[0] - sample.sent) * 1e3 for sample in samples]
             between = [(b - a) * 1e3 for s in samples for a, b in zip(s.events, s.events[1:])]

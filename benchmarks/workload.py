@@ -1,4 +1,4 @@
-"""The fixed workload of every benchmark: prompts of random token ids, a new seed per repetition, so that no prefix cache hits."""
+"""The fixed workload of every benchmark: random token ids, a new seed per repetition, so that no prefix cache hits."""
 
 from __future__ import annotations
 

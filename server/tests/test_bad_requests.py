@@ -178,7 +178,7 @@ def test_max_tokens_is_cut_to_the_context_or_refused(start_server: Any) -> None:
 
 def test_choices_in_all_are_limited(server: Any) -> None:
     refused(server.complete([[5]] * 100, n=11), param="n")
-    refused(server.complete([[5]] * 1025), param="n")
+    refused(server.complete([[5]] * 1025), param="prompt")
 
 
 def test_chat_fields_that_exclude_each_other(server: Any) -> None:

@@ -1,4 +1,4 @@
-"""Core's own parts, offered through the same door as everyone else's. A table of contents: imports happen in ``build``."""
+"""Core's own parts, offered through the same door as everyone else's. A table of contents: ``build`` imports."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ class ServerConfig:
     """Whether request fields that are not known are refused in place of ignored."""
     strict_max_tokens: bool = False
     """Whether a max_tokens beyond the context is refused in place of cut."""
-    max_body_bytes: int = 32 * 1024 * 1024
-    """Bytes of a request body at most."""
+    max_body_bytes: int = 8 * 1024 * 1024
+    """Bytes of a request body at most; the largest one keeps other requests waiting for some 0.1 s."""
     on_failure: OnFailure = "restart"
     """What to do when an engine dies: restart it, or exit with a status that is not 0."""
     log_level: LogLevel = "info"

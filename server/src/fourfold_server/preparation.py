@@ -14,6 +14,7 @@ from fourfold.messages import AddRequest
 from fourfold.sampling_params import MAX_N, SamplingParams
 from fourfold.text.seeds import choice_seed, random_seed
 from fourfold.text.served_model import ServedModel
+from fourfold_server.context_length import refuse_oversized, room_for_output
 from fourfold_server.sampling_fields import build_sampling
 from fourfold_server.state import ServerState
 
@@ -29,11 +30,14 @@ class Prompt(NamedTuple):
     """As the client sent it; None when it sent token ids, or messages."""
 
 
-def encode_prompts(model: ServedModel, prompts: Sequence[str | list[int]], *, add_special_tokens: bool) -> list[Prompt]:
+def encode_prompts(
+    model: ServedModel, prompts: Sequence[str | list[int]], *, limit: int, add_special_tokens: bool
+) -> list[Prompt]:
     """Tokenize text, check token ids. Runs in the text pool. Raises RequestError that names the prompt's index."""
     encoded = []
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, str):
+            refuse_oversized(model.tokenizer, prompt, limit, parameter="prompt")
             token_ids = model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
             encoded.append(Prompt(token_ids, prompt))
         else:
@@ -44,7 +48,7 @@ def encode_prompts(model: ServedModel, prompts: Sequence[str | list[int]], *, ad
     return encoded
 
 
-def encode_chat(model: ServedModel, messages: list[dict[str, Any]], values: Mapping[str, Any]) -> Prompt:
+def encode_chat(model: ServedModel, messages: list[dict[str, Any]], values: Mapping[str, Any], *, limit: int) -> Prompt:
     """Render and tokenize. Runs in the text pool. Raises RequestError."""
     template = model.chat_template
     if template is None:
@@ -58,6 +62,8 @@ def encode_chat(model: ServedModel, messages: list[dict[str, Any]], values: Mapp
         raise RequestError(
             "continue_final_message needs a final message of role assistant", parameter="continue_final_message"
         )
+    for message in messages:
+        refuse_oversized(model.tokenizer, message["content"], limit, parameter="messages")
     if "developer" not in template.source:
         # A template that knows no developer would treat it as a stranger; OpenAI's is the newer name of system.
         messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
@@ -81,6 +87,18 @@ def check_token_ids(token_ids: Sequence[int], vocabulary_size: int, *, place: st
         )
 
 
+def check_choices(n: int, num_prompts: int) -> None:
+    """Raise RequestError for more choices than one request may have. Comes before any prompt is tokenized."""
+    if not 1 <= n <= MAX_N:
+        raise RequestError(f"n is {n}; from 1 to {MAX_N}", parameter="n")
+    if n * num_prompts > MAX_CHOICES:
+        parameter = "prompt" if num_prompts > MAX_CHOICES else "n"
+        raise RequestError(
+            f"{num_prompts} prompts with n {n} are {n * num_prompts} choices; {MAX_CHOICES} at most",
+            parameter=parameter,
+        )
+
+
 def build_requests(
     state: ServerState,
     model: ServedModel,
@@ -88,24 +106,22 @@ def build_requests(
     values: Mapping[str, Any],
     *,
     request_id: str,
+    limit: int,
     max_tokens: int | None,
     **sampling_fields: Any,
 ) -> list[AddRequest]:
-    """One a choice, the choices of a prompt together. Raises RequestError."""
-    n = values["n"]
-    if not 1 <= n <= MAX_N or n * len(prompts) > MAX_CHOICES:
-        raise RequestError(
-            f"n is {n} for {len(prompts)} prompts; from 1 to {MAX_N}, and {MAX_CHOICES} choices in all", parameter="n"
-        )
+    """One a choice, the choices of a prompt together; ``limit`` is the context. Raises RequestError."""
     # Checked as the client sent them, before max_tokens is cut to the context.
     asked = build_sampling(values, max_tokens=max_tokens, **sampling_fields)
     asked.check_vocabulary(model.vocabulary_size)
     parameter = "messages" if "messages" in values else "prompt"
     requests: list[AddRequest] = []
     for prompt in prompts:
-        room = _room(state, len(prompt.token_ids), max_tokens, parameter)
+        room = room_for_output(
+            len(prompt.token_ids), max_tokens, limit, strict=state.config.strict_max_tokens, parameter=parameter
+        )
         seed = random_seed() if asked.seed is None else asked.seed
-        for choice in range(n):
+        for choice in range(values["n"]):
             requests.append(
                 AddRequest(
                     request_id=f"{request_id}-{len(requests)}",
@@ -124,31 +140,6 @@ def build_requests(
 def new_id(prefix: str) -> str:
     """An id that no other request has, whatever clients send."""
     return f"{prefix}-{secrets.token_hex(16)}"
-
-
-def _room(state: ServerState, num_prompt_tokens: int, max_tokens: int | None, parameter: str) -> int:
-    """Output tokens that the context holds and the client wants. Raises RequestError if it holds none."""
-    limit = state.client.max_model_len
-    if limit is None:
-        raise RequestError("no engine is ready; try again later", status=503)
-    room = limit - num_prompt_tokens
-    if room < 1:
-        raise RequestError(
-            f"this model's maximum context length is {limit} tokens, but the prompt has {num_prompt_tokens} tokens, "
-            "which leaves none for the output; shorten the prompt",
-            parameter=parameter,
-            code="context_length_exceeded",
-        )
-    if max_tokens is None or max_tokens <= room:
-        return room if max_tokens is None else max_tokens
-    if state.config.strict_max_tokens:
-        raise RequestError(
-            f"this model's maximum context length is {limit} tokens, but the prompt has {num_prompt_tokens} and "
-            f"max_tokens is {max_tokens}; at most {room} fit",
-            parameter="max_tokens",
-            code="context_length_exceeded",
-        )
-    return room
 
 
 def _at_choice(asked: SamplingParams, max_tokens: int, seed: int, choice: int) -> SamplingParams:

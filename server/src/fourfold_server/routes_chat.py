@@ -15,7 +15,7 @@ from fourfold_server.documentation import json_answers, request_body
 from fourfold_server.fields import read_fields
 from fourfold_server.generation import Generation
 from fourfold_server.json_body import read_json_object
-from fourfold_server.preparation import build_requests, encode_chat, new_id
+from fourfold_server.preparation import build_requests, check_choices, encode_chat, new_id
 from fourfold_server.reply_headers import ignored_header
 from fourfold_server.sampling_fields import check_constants, read_stream_options
 from fourfold_server.schemas_chat import CHAT_FIELDS, ChatCompletion, read_messages
@@ -57,9 +57,11 @@ async def _chat(state: ServerState, request: Request) -> Response:
     include_usage = read_stream_options(values, strict=strict, ignored=ignored)
     logprobs = _logprobs(values)
     max_tokens, its_name = _max_tokens(values)
+    check_choices(values["n"], 1)
     check_constants(body.constants)
     state.check_model_name(values["model"])
-    prompt = await state.text_pool.run(encode_chat, model, messages, values)
+    limit = state.context_limit()
+    prompt = await state.text_pool.run(encode_chat, model, messages, values, limit=limit)
     request_id = new_id("chatcmpl")
     try:
         requests = build_requests(
@@ -68,6 +70,7 @@ async def _chat(state: ServerState, request: Request) -> Response:
             [prompt],
             values,
             request_id=request_id,
+            limit=limit,
             max_tokens=max_tokens,
             logprobs=logprobs,
             prompt_logprobs=values["prompt_logprobs"],

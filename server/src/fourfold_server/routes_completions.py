@@ -15,7 +15,7 @@ from fourfold_server.documentation import json_answers, request_body
 from fourfold_server.fields import read_fields
 from fourfold_server.generation import Generation
 from fourfold_server.json_body import read_json_object
-from fourfold_server.preparation import Prompt, build_requests, encode_prompts, new_id
+from fourfold_server.preparation import Prompt, build_requests, check_choices, encode_prompts, new_id
 from fourfold_server.reply_headers import ignored_header
 from fourfold_server.sampling_fields import check_constants, read_stream_options
 from fourfold_server.schemas_completion import COMPLETION_FIELDS, Completion
@@ -51,10 +51,12 @@ async def _complete(state: ServerState, request: Request) -> Response:
     values, ignored = read_fields(COMPLETION_FIELDS, body.values, strict=strict)
     include_usage = read_stream_options(values, strict=strict, ignored=ignored)
     _check_combinations(values)
+    check_choices(values["n"], len(values["prompt"]))
     check_constants(body.constants)
     state.check_model_name(values["model"])
+    limit = state.context_limit()
     prompts = await state.text_pool.run(
-        encode_prompts, model, values["prompt"], add_special_tokens=values["add_special_tokens"]
+        encode_prompts, model, values["prompt"], limit=limit, add_special_tokens=values["add_special_tokens"]
     )
     request_id = new_id("cmpl")
     requests = build_requests(
@@ -63,6 +65,7 @@ async def _complete(state: ServerState, request: Request) -> Response:
         prompts,
         values,
         request_id=request_id,
+        limit=limit,
         max_tokens=values["max_tokens"],
         logprobs=values["logprobs"],
         prompt_logprobs=_prompt_logprobs(values),

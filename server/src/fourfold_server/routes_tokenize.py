@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from fourfold.errors import RequestError
 from fourfold.text.served_model import ServedModel
+from fourfold_server.context_length import refuse_oversized
 from fourfold_server.documentation import json_answers, request_body
 from fourfold_server.fields import BOOLEAN, STRING, Field, Table, read_fields
 from fourfold_server.json_body import read_json_object
@@ -44,7 +45,7 @@ class Tokens(msgspec.Struct, kw_only=True):
     """The answer of /tokenize."""
 
     count: int
-    max_model_len: int | None
+    max_model_len: int
     tokens: list[int]
     token_strs: list[str] | UnsetType = UNSET
 
@@ -102,14 +103,16 @@ async def _answer(
 def _tokenize(
     state: ServerState, model: ServedModel, values: dict[str, Any], strict: bool, ignored: list[str]
 ) -> Tokens:
-    prompt, messages = values["prompt"], values["messages"]
+    prompt, messages, limit = values["prompt"], values["messages"], state.context_limit()
     if (prompt is None) == (messages is None):
         raise RequestError("send prompt or messages, and not both", parameter="prompt")
     if prompt is not None:
+        refuse_oversized(model.tokenizer, prompt, limit, parameter="prompt")
         token_ids = model.tokenizer.encode(prompt, add_special_tokens=values["add_special_tokens"])
     else:
-        token_ids = encode_chat(model, read_messages(messages, strict=strict, ignored=ignored), values).token_ids
-    result = Tokens(count=len(token_ids), max_model_len=state.client.max_model_len, tokens=token_ids)
+        read = read_messages(messages, strict=strict, ignored=ignored)
+        token_ids = encode_chat(model, read, values, limit=limit).token_ids
+    result = Tokens(count=len(token_ids), max_model_len=limit, tokens=token_ids)
     if values["return_token_strs"]:
         result.token_strs = [model.tokenizer.token_bytes(item).decode("utf-8", "replace") for item in token_ids]
     return result

@@ -58,6 +58,13 @@ class ServerState:
             raise RequestError(f"{reason}; try again later", status=503)
         return self.model
 
+    def context_limit(self) -> int:
+        """Prompt and output tokens of one request. Raises RequestError with status 503 when no engine is ready."""
+        limit = self.client.max_model_len
+        if limit is None:
+            raise RequestError("no engine is ready; try again later", status=503)
+        return limit
+
     def check_model_name(self, name: str) -> None:
         """Raise RequestError with status 404 for a model that is not served."""
         if name not in self.served_names:

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 class CheckpointSource(Protocol):
     """Turns a model name into a local path. Imports no torch."""
 
-    def locate(
-        self, model: str, *, revision: str | None, progress: Progress, config_only: bool = False
-    ) -> Path | None:
+    def locate(self, model: str, *, revision: str | None, progress: Progress, config_only: bool = False) -> Path | None:
         """The folder or file of ``model``, or None if this source does not know the name.
 
         With ``config_only`` a folder need hold no more than config.json. Raises CheckpointError when the name is this

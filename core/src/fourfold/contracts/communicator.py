@@ -88,7 +88,7 @@ class Communicator(Protocol):
     def all_reduce_add_rms_norm(
         self, tensor: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``residual += sum(tensor)``; returns (rms_norm(residual) * weight, residual). Raises Unsupported if absent."""
+        """``residual += sum(tensor)``; returns (rms_norm(residual) * weight, residual). May raise Unsupported."""
 
     def capture(self) -> AbstractContextManager[None]:
         """The scope in which a device graph that uses this communicator is captured."""

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, overload
 from fourfold.errors import EngineError
 
 Method = str | Callable[..., Any]
-"""A worker method's name, or an importable function ``f(worker, *args, **kwargs)`` that travels as ``module:qualname``."""
+"""A worker method's name, or an importable ``f(worker, *args, **kwargs)``, which travels as ``module:qualname``."""
 
 Aggregate = Callable[[list[Any]], Any]
 """Folds all ranks' replies, in rank order, onto one value."""

@@ -17,7 +17,7 @@ class ParallelLayer(Protocol):
     """A layer that holds this rank's shard, loads it from whole checkpoint tensors, and is called with activations."""
 
     def load(self, parameter: str, tensor: TensorSlices) -> None:
-        """Take this rank's part of checkpoint tensor ``parameter`` (the layer's own name for it, as ``weight``, ``q.weight``)."""
+        """Take this rank's part of a checkpoint tensor; ``parameter`` is the layer's own name, as ``q.weight``."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 

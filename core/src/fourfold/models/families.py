@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fourfold.errors import ConfigError
@@ -29,50 +30,42 @@ def describe_llama(values: Mapping[str, Any]) -> ModelDescription:
     smollm3 = architecture == "SmolLM3ForCausalLM"
     mistral = architecture == "MistralForCausalLM"
     num_layers = config.integer("num_hidden_layers")
-    # MistralConfig means a window of 4096 when the key is absent, and none when it is null.
-    window = config.integer("sliding_window", 4096) if "sliding_window" not in values and mistral else _window(config)
+    layers = (LayerDescription(),) * num_layers
     if smollm3:
-        rotates = _smollm3_rotates(config, num_layers)
-        uses_window = config.flag("use_sliding_window", False)
-        sliding = _layer_types(config, num_layers, [uses_window and bool(window) and not r for r in rotates])
-        layers = tuple(
-            LayerDescription(sliding_window=window if s else 0, rotary=0 if r else None)
-            for r, s in zip(rotates, sliding, strict=True)
-        )
-    else:
-        layers = (LayerDescription(sliding_window=window if mistral else 0),) * num_layers
+        layers = _smollm3_layers(config, num_layers)
+    elif mistral:
+        layers = (LayerDescription(sliding_window=_window(config, 4096)),) * num_layers
     bias = not mistral and config.flag("attention_bias", False)
-    return _describe(
-        config,
-        architecture=architecture,
-        layers=layers,
-        theta=2e6 if smollm3 else 1e4,
+    base = _describe(config, layers=layers, theta=2e6 if smollm3 else 1e4)
+    return replace(
+        base,
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=not mistral and config.flag("mlp_bias", False),
-        tied=config.flag("tie_word_embeddings", smollm3),
+        tied_embeddings=config.flag("tie_word_embeddings", smollm3),
     )
 
 
 def describe_qwen(values: Mapping[str, Any]) -> ModelDescription:
     """Qwen 2, 2.5 and 3, dense."""
     config = _open(values)
-    architecture = _architecture(values)
-    third = architecture == "Qwen3ForCausalLM"
+    third = _architecture(values) == "Qwen3ForCausalLM"
     num_layers = config.integer("num_hidden_layers")
     window = _window(config, 4096) if config.flag("use_sliding_window", False) else 0
     first_windowed = int(config.number("max_window_layers", 28))
     sliding = _layer_types(config, num_layers, [bool(window) and i >= first_windowed for i in range(num_layers)])
     bias = third and config.flag("attention_bias", False)
-    return _describe(
+    base = _describe(
         config,
-        architecture=architecture,
         layers=tuple(LayerDescription(sliding_window=window if s else 0) for s in sliding),
         head_dim=config.integer("head_dim", 128) if third else None,
+    )
+    return replace(
+        base,
         qkv_bias=bias or not third,
         output_bias=bias,
         query_key_norm=third,
-        tied=config.flag("tie_word_embeddings", False),
+        tied_embeddings=config.flag("tie_word_embeddings", False),
     )
 
 
@@ -88,19 +81,17 @@ def describe_gemma(values: Mapping[str, Any]) -> ModelDescription:
     window = 0 if first else _window(config, 4096)
     pattern = config.integer("sliding_window_pattern", 6) if third else 2
     sliding = _layer_types(config, num_layers, [not first and (i + 1) % pattern != 0 for i in range(num_layers)])
+    layers = tuple(LayerDescription(sliding_window=window if s else 0, rotary=1 if third and s else 0) for s in sliding)
     bias = config.flag("attention_bias", False)
-    rotaries: tuple[RotaryDescription, ...] | None = None
-    if third:
-        rotaries = _gemma3_rotaries(config, head_dim)
-    return _describe(
+    base = _describe(
         config,
-        architecture=architecture,
-        layers=tuple(
-            LayerDescription(sliding_window=window if s else 0, rotary=1 if third and s else 0) for s in sliding
-        ),
-        rotaries=rotaries,
+        layers=layers,
+        rotaries=_gemma3_rotaries(config, head_dim) if third else None,
         head_dim=head_dim,
         max_position=131072 if third else 8192,
+    )
+    return replace(
+        base,
         activation=_gemma_activation(config, first),
         attention_scale=(head_dim if first else config.number("query_pre_attn_scalar", 256)) ** -0.5,
         attention_soft_cap=0.0 if first else _cap(config, "attn_logit_softcapping", 0.0 if third else 50.0),
@@ -110,34 +101,21 @@ def describe_gemma(values: Mapping[str, Any]) -> ModelDescription:
         query_key_norm=third,
         sandwich_norms=not first,
         norm_offset=1.0,
-        embedding_scale=math.sqrt(config.integer("hidden_size")),
-        tied=config.flag("tie_word_embeddings", True),
+        embedding_scale=math.sqrt(base.hidden_size),
+        tied_embeddings=config.flag("tie_word_embeddings", True),
     )
 
 
 def _describe(
     config: ConfigReader,
     *,
-    architecture: str,
     layers: tuple[LayerDescription, ...],
-    tied: bool,
     theta: float = 1e4,
     rotaries: tuple[RotaryDescription, ...] | None = None,
     head_dim: int | None = None,
     max_position: int | None = None,
-    activation: Activation | None = None,
-    attention_scale: float | None = None,
-    attention_soft_cap: float = 0.0,
-    logit_soft_cap: float = 0.0,
-    qkv_bias: bool = False,
-    output_bias: bool = False,
-    mlp_bias: bool = False,
-    query_key_norm: bool = False,
-    sandwich_norms: bool = False,
-    norm_offset: float = 0.0,
-    embedding_scale: float = 1.0,
 ) -> ModelDescription:
-    """What all families read alike."""
+    """What all families read alike; arguments are what a family knows of its defaults."""
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
@@ -152,7 +130,7 @@ def _describe(
         rotaries = (read_rotary(config, head_dim=head_dim, max_position=positions, theta=theta),)
     default_length, longest = longest_context(rotaries[0], positions)
     return ModelDescription(
-        architecture=architecture,
+        architecture=_architecture(config.values),
         vocab_size=config.integer("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=config.integer("intermediate_size"),
@@ -164,19 +142,20 @@ def _describe(
         max_model_len=default_length,
         max_position=longest,
         norm_epsilon=config.number("rms_norm_eps", 1e-6),
-        norm_offset=norm_offset,
-        activation=activation or _activation(config.text("hidden_act", "silu")),
-        attention_scale=attention_scale or head_dim**-0.5,
-        attention_soft_cap=attention_soft_cap,
-        logit_soft_cap=logit_soft_cap,
-        qkv_bias=qkv_bias,
-        output_bias=output_bias,
-        mlp_bias=mlp_bias,
-        query_key_norm=query_key_norm,
-        sandwich_norms=sandwich_norms,
-        embedding_scale=embedding_scale,
-        tied_embeddings=tied,
+        activation=_activation(config.text("hidden_act", "silu")),
+        attention_scale=head_dim**-0.5,
         dtype=config.text("dtype", config.text("torch_dtype", "bfloat16")),
+    )
+
+
+def _smollm3_layers(config: ConfigReader, num_layers: int) -> tuple[LayerDescription, ...]:
+    """Layers that do not rotate are the ones that may slide."""
+    rotates = _smollm3_rotates(config, num_layers)
+    window = _window(config) if config.flag("use_sliding_window", False) else 0
+    sliding = _layer_types(config, num_layers, [bool(window) and not rotating for rotating in rotates])
+    return tuple(
+        LayerDescription(sliding_window=window if slides else 0, rotary=0 if rotating else None)
+        for rotating, slides in zip(rotates, sliding, strict=True)
     )
 
 
@@ -199,13 +178,11 @@ def _architecture(values: Mapping[str, Any]) -> str:
     return str(values["architectures"][0])
 
 
-def _window(config: ConfigReader, default: int | None = None) -> int:
-    """The sliding window; 0 if there is none."""
-    if not config.has("sliding_window") and default is None:
-        return 0
-    if "sliding_window" in config.values and not config.has("sliding_window"):
-        return 0
-    return config.integer("sliding_window", default)
+def _window(config: ConfigReader, default: int = 0) -> int:
+    """The sliding window: absent is the family's default, null is none."""
+    if not config.has("sliding_window"):
+        return 0 if "sliding_window" in config.values else default
+    return config.integer("sliding_window")
 
 
 def _cap(config: ConfigReader, key: str, default: float) -> float:
