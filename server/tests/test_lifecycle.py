@@ -51,10 +51,11 @@ def test_a_client_that_leaves_ends_its_computation(
     with raw_request(server, path, stream=stream, **fields) as connection:
         if stream:
             assert b" 200 " in connection.recv(100)
-        server.until(lambda: server.engine.num_requests > 0, "the request to run")
-        num_choices = len(server.engine.added)
+        prompts = fields.get("prompt")
+        num_choices = fields.get("n", 1) * (len(prompts) if isinstance(prompts, list) else 1)
+        server.until(lambda: server.engine.num_requests == num_choices, "all choices to run")
     assert_idle(server)
-    assert len(server.engine.aborted) == num_choices
+    assert sorted(server.engine.aborted) == sorted(added.request_id for added in server.engine.added)
     assert server.engine.num_steps < 150
 
 
