@@ -1,0 +1,19 @@
+"""Runs every benchmark that docs/performance.md quotes, one after another."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPTS = ["kernels_cpu.py", "scheduler.py", "offline.py", "serving.py", "startup.py"]
+
+
+def main() -> None:
+    for script in SCRIPTS:
+        print(f"\n== {script}", flush=True)
+        subprocess.run([sys.executable, Path(__file__).parent / script], check=True)
+
+
+if __name__ == "__main__":
+    main()
