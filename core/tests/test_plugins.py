@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -176,6 +178,23 @@ def test_two_plugins_with_one_entry_name_are_an_error_that_names_both():
     )
     with pytest.raises(PluginError, match=r"two plugins offer executor 'x': plugin 'one' .* and plugin 'two'"):
         registry.executors()
+    assert [line.partition(";")[0] for line in registry.clashes] == [
+        "two plugins offer executor 'x': plugin 'one' (given in code) and plugin 'two' (given in code)"
+    ]
+    assert registry.communicators() == {}
+
+
+def test_traces_are_shown_where_logging_is_not_set_up():
+    code = "from fourfold.plugins import load_plugins\nload_plugins()"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "FOURFOLD_TRACE_HOOKS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "INFO fourfold_models of plugin 'core'" in result.stderr
 
 
 def test_a_misspelt_hook_is_refused_with_the_right_one():
@@ -256,6 +275,8 @@ def test_a_hook_without_its_mark_is_refused():
         ([entry("My-Executor")], "offers the name 'My-Executor'; a name is lowercase letters"),
         ([entry("x"), entry("x")], "offers the name 'x' twice"),
         ([ExecutorEntry(name="x", build=None)], "must be functions"),
+        ([ExecutorEntry(name="x", build=print, summary=None)], "summary of executor 'x' is None; it must be"),
+        ([ExecutorEntry(name="x", build=print, capabilities=3)], "capabilities of executor 'x' is 3; it must be"),
     ],
 )
 def test_a_wrong_return_value_is_refused(returned, says):
@@ -271,6 +292,28 @@ def test_a_hook_that_raises_is_refused_by_name():
             raise KeyError("nothing")
 
     assert "plugin 'mine' (given in code): fourfold_executors raised KeyError: 'nothing'" in refused(Plugin())
+
+
+def test_a_hook_cannot_end_the_process():
+    class Plugin:
+        @hookimpl
+        def fourfold_executors(self):
+            raise SystemExit(3)
+
+    assert "fourfold_executors raised RuntimeError: SystemExit: 3" in refused(Plugin())
+
+
+@pytest.mark.parametrize(("file", "content"), [("METADATA", "x\n"), ("entry_points.txt", "[fourfold]\nbroken\n")])
+def test_damaged_metadata_is_a_warning_and_the_rest_loads(tmp_path, monkeypatch, file, content):
+    folder = tmp_path / "damaged-1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: damaged\nVersion: 1\n")
+    (folder / "entry_points.txt").write_text("[fourfold]\ndamaged = damaged\n")
+    (folder / file).write_text(content)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry = load_plugins()
+    assert any("has damaged metadata" in warning and str(tmp_path) in warning for warning in registry.warnings)
+    assert "core" in [row.plugin for row in registry.manifest]
 
 
 def test_a_broken_plugin_leaves_nothing_behind(install):
@@ -308,6 +351,24 @@ class Unreadable:
     threads: dict = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Unresolved:
+    threads: Nowhere = 1  # noqa: F821
+
+
+@dataclass(frozen=True)
+class Mistyped:
+    threads: int = "many"
+
+
+@dataclass(frozen=True)
+class Refusing:
+    threads: int = 1
+
+    def __post_init__(self):
+        raise ValueError("never")
+
+
 def test_settings_are_given_by_plugin_name():
     registry = load_plugins(entry_points=False, extra={"my-plugin": offering(settings=Good)})
     assert registry.settings() == {"my-plugin": Good}
@@ -321,6 +382,9 @@ def test_settings_are_given_by_plugin_name():
         (Changeable, "Changeable can be changed; make it @dataclass(frozen=True)"),
         (Incomplete, "Incomplete.threads has no default"),
         (Unreadable, "Unreadable.threads is of type <class 'dict'>, which no option can have"),
+        (Unresolved, "the types of settings Unresolved cannot be read: name 'Nowhere' is not defined"),
+        (Mistyped, "Mistyped.threads has the default 'many'; it must be a whole number"),
+        (Refusing, "settings Refusing refuse their own defaults: ValueError: never"),
     ],
 )
 def test_settings_that_no_option_can_be_made_from_are_refused(settings, says):

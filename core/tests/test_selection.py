@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import pytest
 
 from fourfold import hookimpl
 from fourfold.config.backend_config import BackendConfig
 from fourfold.config.engine_config import EngineConfig
-from fourfold.entries import CommunicatorEntry, ExecutorEntry, ParallelLayerEntry, Suitability
+from fourfold.entries import CommunicatorEntry, ExecutorEntry, OperatorsEntry, ParallelLayerEntry, Suitability
 from fourfold.errors import ConfigError, PluginError
 from fourfold.offers import Offers, Origin
 from fourfold.plugins import load_plugins
-from fourfold.selection import explain, names_by_key, select, select_parallel_layers
+from fourfold.selection import explain, names_by_key, select, select_parallel_layers, suitability
 
 CONFIG = EngineConfig()
 
@@ -56,6 +57,17 @@ def test_an_unknown_name_shows_what_is_broken():
 def test_a_named_entry_that_cannot_run_is_refused_with_its_reason():
     with pytest.raises(ConfigError, match="executor 'ray' cannot run here: no cluster; start one"):
         select("executor", offers(executor("ray", 0, "no cluster; start one")), "ray", CONFIG)
+
+
+def test_a_refusal_names_what_could_run():
+    table = offers(executor("uniproc", 0, "one rank"), executor("mp"), executor("ray", 0), executor("rdma", 5))
+    with pytest.raises(ConfigError, match=r"cannot run here: one rank; installed and able to run here: mp, rdma$"):
+        select("executor", table, "uniproc", CONFIG)
+
+
+def test_a_default_is_not_called_a_wish():
+    assert CONFIG.backends.scheduler == "fcfs"
+    assert select("scheduler", offers(executor("fcfs")), "fcfs", CONFIG).reason == "scheduler 'fcfs' (default)"
 
 
 def test_auto_takes_the_highest_score():
@@ -151,3 +163,22 @@ def test_explain_of_what_is_installed_here():
     found = {one.kind: one for one in explain(EngineConfig(), load_plugins())}
     assert found["scheduler"].chosen == "fcfs"
     assert found["qkv parallel layer"].chosen == "tp"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Suitability(score="9", reason="x"),
+        Suitability(score=float("nan"), reason="x"),
+        Suitability(score=9, reason=None),
+    ],
+)
+def test_an_answer_of_wrong_types_cannot_run(answer):
+    found = suitability(OperatorsEntry(name="x", build=print, suits=lambda config: answer), EngineConfig())
+    assert found.score == 0
+    assert "its suits() returned score" in found.reason
+
+
+def test_an_entry_that_would_end_the_process_cannot_run():
+    entry = OperatorsEntry(name="x", build=print, suits=lambda config: sys.exit(3))
+    assert suitability(entry, EngineConfig()).reason == "its suits() raised SystemExit: 3"

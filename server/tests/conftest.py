@@ -29,6 +29,7 @@ from fourfold.text.chat_template import ChatTemplate
 from fourfold.text.served_model import ServedModel
 from fourfold_server.app import create_app
 from fourfold_server.config import ServerConfig
+from fourfold_server.http_protocol import HttpProtocol
 from fourfold_server.state import ServerState
 
 TOKENIZER = FakeTokenizer(["The", " capital", " of", " France", " is", " Paris", "DEF", "GH"])
@@ -173,7 +174,13 @@ def _start(stack: ExitStack, run_directory: Path, config: ServerConfig, stall_ti
         )
         http = uvicorn.Server(
             uvicorn.Config(
-                create_app(state), ws="none", loop="none", log_config=None, lifespan="off", timeout_graceful_shutdown=1
+                create_app(state),
+                http=HttpProtocol,
+                ws="none",
+                loop="none",
+                log_config=None,
+                lifespan="off",
+                timeout_graceful_shutdown=1,
             )
         )
         made.append((state, asyncio.get_running_loop(), http))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,8 +17,10 @@ from click.testing import CliRunner
 from fourfold.errors import ConfigError, EngineError
 from fourfold_server import cli
 from fourfold_server.bench import random_prompts
+from fourfold_server.client_errors import describe_connection
 from fourfold_server.load_client import Target, Timing, complete_all, first_model
 from fourfold_server.load_report import LoadReport, Percentiles
+from fourfold_server.server_url import read_url
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -51,6 +54,9 @@ class Handler(BaseHTTPRequestHandler):
         self.stream([{"choices": [{"delta": {"role": "assistant"}}]}, *parts, {"choices": [{"delta": {}}]}])
 
     def complete(self, body: dict[str, Any]) -> None:
+        if body.get("model") == "tiny" and max(body["prompt"]) > 255:
+            self.reply(400, {"error": {"message": "prompt has a token id outside the vocabulary, 0 to 255"}})
+            return
         if body["prompt"] == "refuse":
             self.reply(400, {"error": {"message": "no"}})
             return
@@ -127,8 +133,8 @@ def test_bench_serve_prints_a_table_and_fails_with_its_requests(server: Server) 
     assert result.exit_code == 0
     result = invoke("bench", "serve", "--url", url(server), "--num-prompts", "2", "--api-key", "wrong")
     assert result.exit_code == 1
-    assert "2 requests failed; the first: status 401" in result.stderr
-    assert "wrong key" in result.stderr
+    assert "2 of 2 requests failed; the first: wrong key (status 401)" in result.stderr
+    assert result.stdout == ""
 
 
 def test_no_server_is_a_clear_error(server: Server) -> None:
@@ -144,7 +150,7 @@ def test_each_request_fails_alone(server: Server) -> None:
     bodies = [{"prompt": prompt, "max_tokens": 3} for prompt in ("refuse", "fine", "cut")]
     timings = asyncio.run(complete_all(Target(url=url(server)), bodies, 3))
     assert [timing.error for timing in timings] == [
-        'status 400: {"error": {"message": "no"}}',
+        "no (status 400)",
         None,
         "the answer ended without its usage",
     ]
@@ -165,6 +171,21 @@ def test_prompts_depend_on_the_seed_alone() -> None:
     assert prompts == random_prompts(3, 8, seed=1)
     assert prompts != random_prompts(3, 8, seed=2)
     assert all(1000 <= token_id < 48000 for prompt in prompts for token_id in prompt)
+    assert prompts == random_prompts(3, 8, seed=1, vocabulary_size=49152)
+
+
+@pytest.mark.parametrize("size", [1, 2, 256, 1500])
+def test_prompts_stay_within_a_small_vocabulary(size: int) -> None:
+    (prompt,) = random_prompts(1, 200, seed=1, vocabulary_size=size)
+    assert 0 <= min(prompt) <= max(prompt) < size
+
+
+def test_bench_serve_says_how_to_load_a_model_with_a_small_vocabulary(server: Server) -> None:
+    arguments = ["bench", "serve", "--url", url(server), "--num-prompts", "2", "--model", "tiny"]
+    result = invoke(*arguments)
+    assert result.exit_code == 1
+    assert "outside the vocabulary, 0 to 255 (status 400); give the model's --vocabulary-size" in result.stderr
+    assert invoke(*arguments, "--vocabulary-size", "256").exit_code == 0
 
 
 def test_report_figures() -> None:
@@ -181,10 +202,48 @@ def test_report_figures() -> None:
     assert Percentiles.of([]) == Percentiles(p50=0.0, p90=0.0, p99=0.0)
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:8000", "ftp://x", "http://"])
-def test_a_target_is_a_url(address: str) -> None:
-    with pytest.raises(ConfigError, match="--url is"):
-        Target(url=address)
+@pytest.mark.parametrize("address", ["ftp://x", "http://", "http://x:port", "http://[::1", "http://x?y"])
+def test_what_is_no_url(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"--url is .*such as http://127\.0\.0\.1:8000"):
+        read_url(address)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:8000", "localhost"])
+def test_a_url_needs_its_scheme(address: str) -> None:
+    with pytest.raises(ConfigError, match=f"without http:// or https://; write http://{address}$"):
+        read_url(address)
+
+
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+def test_a_url_is_that_of_the_server(end: str) -> None:
+    assert read_url(f" http://x:1/path{end}") == "http://x:1/path"
+
+
+def test_a_url_may_end_as_clients_of_openai_have_it(server: Server) -> None:
+    for command in (["bench", "serve", "--num-prompts", "1"], ["chat"]):
+        assert invoke(*command, "--url", f"{url(server)}/v1/").exit_code == 0
+
+
+def test_connections_are_described() -> None:
+    untrusted = ssl.SSLCertVerificationError(1, "certificate verify failed")
+    untrusted.verify_message = "self-signed certificate"
+    wrapped = OSError("connect failed")
+    wrapped.__cause__ = untrusted
+    assert describe_connection(wrapped, secure=True) == (
+        "its certificate is not trusted (self-signed certificate); "
+        "set SSL_CERT_FILE to a PEM file with the certificate that signed it"
+    )
+    assert "is it an http:// server?" in describe_connection(ssl.SSLError(1, "wrong version"), secure=True)
+    assert describe_connection(OSError("No route."), secure=True) == "No route"
+    closed = asyncio.IncompleteReadError(b"", None)
+    assert describe_connection(closed, secure=False).endswith("is it an https:// server?")
+
+
+def test_a_server_without_tls_is_recognised(server: Server) -> None:
+    for command in (["bench", "serve"], ["chat"]):
+        result = invoke(*command, "--url", url(server).replace("http:", "https:"))
+        assert result.exit_code == 1
+        assert "is it an http:// server?" in result.stderr
 
 
 # --- chat --------------------------------------------------------------------------------------------------------
@@ -209,7 +268,16 @@ def test_chat_commands(server: Server) -> None:
     assert result.stderr.count("/system TEXT sets") == 2
 
 
-def test_a_failed_answer_is_shown_and_not_remembered(server: Server) -> None:
+def test_a_failed_answer_is_shown_and_not_remembered(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fourfold_server.chat._interactive", lambda: True)
     result = invoke("chat", "--url", url(server), said="break\nfine\n")
-    assert "Error: the engine died" in result.stderr
+    assert "Error: the engine died\n" in result.stderr
     assert [message["content"] for message in server.bodies[1]["messages"]] == ["fine"]
+
+
+def test_a_failed_answer_ends_a_script(server: Server) -> None:
+    result = invoke("chat", "--url", url(server), said="hi\nbreak\nfine\n")
+    assert result.exit_code == 1
+    assert result.stdout == "You said hi\n♥\n"
+    assert result.stderr.endswith("Error: the engine died\n")
+    assert len(server.bodies) == 2

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 from typing import Any
 
@@ -85,8 +86,68 @@ def test_bad_bodies(server: Any, bodies: dict[str, tuple[bytes, str]]) -> None:
 
 def test_a_body_is_json_unless_it_says_otherwise(server: Any) -> None:
     content = b'{"model": "m", "prompt": "a", "max_tokens": 1}'
-    for headers in ({}, {"content-type": "application/json; charset=UTF-8"}, {"content-type": "application/x+json"}):
+    kinds = ("application/json; charset=UTF-8", "application/json; a=b; charset=utf-8", "application/x+json;a=b")
+    for headers in ({}, *({"content-type": kind} for kind in kinds), {"content-encoding": "identity"}):
         assert server.http.post("/v1/completions", content=content, headers=headers).status_code == 200
+    other = server.http.post("/v1/completions", content=content, headers={"content-type": "text/json; charset=utf-8"})
+    refused(other)
+
+
+def test_a_compressed_body_is_refused_as_such(server: Any) -> None:
+    content = gzip.compress(b'{"model": "m", "prompt": "a", "max_tokens": 1}')
+    reply = server.http.post("/v1/completions", content=content, headers={"content-encoding": "gzip"})
+    assert "gzip" in refused(reply, 415)["message"]
+
+
+@pytest.mark.parametrize("depth", [99, 300, 900, 5000])
+def test_depth_is_no_failure_whatever_the_field(server: Any, depth: int) -> None:
+    """Depths that the JSON parser takes are too much for what handles values by recursion."""
+    texts = ("1", '"\\ud83d\\ude00"')
+    lists, objects = (
+        [start * depth + text + end * depth for text in texts] for start, end in (("[", "]"), ('{"a":', "}"))
+    )
+    for path, field in [
+        ("/tokenize", "chat_template_kwargs"),
+        ("/v1/chat/completions", "metadata"),
+        ("/v1/completions", "prompt"),
+        ("/v1/completions", "stop"),
+        ("/v1/completions", "other"),
+    ]:
+        for value in lists if path == "/v1/completions" else objects:
+            fields = {
+                "model": '"m"',
+                "prompt": '"a"',
+                "messages": '[{"role": "user", "content": "a"}]',
+                "max_tokens": "1",
+            }
+            if path == "/tokenize":
+                del fields["prompt"]
+            body = ", ".join(f'"{name}": {text}' for name, text in {**fields, field: value}.items())
+            reply = server.http.post(path, content="{" + body + "}", headers={"content-type": "application/json"})
+            if depth > 99:
+                assert "too deeply" in refused(reply)["message"]
+            elif field in ("prompt", "stop"):
+                refused(reply)
+            else:
+                assert reply.status_code == 200, reply.text
+
+
+def test_errors_quote_no_megabytes(server: Any) -> None:
+    long = "a" * 100_000
+    for body in [
+        {"model": long, "prompt": "a"},
+        {"model": "m", "prompt": [5, long]},
+        {"model": "m", "prompt": [{"a": long}]},
+        {"model": "m", "prompt": "a", "logit_bias": {long: 1}},
+        {"model": "m", "prompt": "a", "temperature": long},
+    ]:
+        reply = server.http.post("/v1/completions", json=body)
+        refused(reply, 404 if body["model"] == long else 400)
+        assert len(reply.content) < 3000
+    twice = '{"' + long + '": 1, "' + long + '": 2}'
+    reply = server.http.post("/v1/completions", content=twice, headers={"content-type": "application/json"})
+    assert refused(reply)["message"].endswith("twice")
+    assert len(reply.content) < 3000
 
 
 def test_a_huge_body_is_a_413_declared_or_not(server: Any) -> None:
@@ -103,7 +164,7 @@ def test_a_huge_body_is_a_413_declared_or_not(server: Any) -> None:
     [
         ("temperature", ["-0.1", "2.1", "NaN", "Infinity", "-Infinity", '"NaN"', '"Infinity"', '"1"', "true", "1e999"]),
         ("top_p", ["0", "1.1", "-1", '"a"', "false", "NaN", "[1]"]),
-        ("top_k", ["-5", "-1", "1.5", "true", '"5"']),
+        ("top_k", ["-5", "-2", "1.5", "true", '"5"']),
         ("min_p", ["-0.1", "1.1", '"a"']),
         ("presence_penalty", ["3", "-2.1", "true"]),
         ("frequency_penalty", ["3", "-2.1", "{}"]),
@@ -154,6 +215,16 @@ def test_an_empty_prompt_is_named_by_its_index(server: Any) -> None:
     assert "prompt 1 is an empty list" in refused(server.complete([[5], []]), param="prompt")["message"]
 
 
+def test_a_prompt_of_the_wrong_kind_is_quoted(server: Any) -> None:
+    assert "prompt[0] is 5.5;" in refused(server.complete([5.5]), param="prompt")["message"]
+    assert "prompt[1] is [5];" in refused(server.complete(["a", [5]]), param="prompt")["message"]
+
+
+def test_top_k_of_minus_one_keeps_all(server: Any) -> None:
+    assert server.complete(top_k=-1, max_tokens=1).status_code == 200
+    assert server.engine.added[0].sampling.top_k == 0
+
+
 def test_a_prompt_that_fills_the_context(start_server: Any) -> None:
     server = start_server(max_model_len=256)
     fits = server.complete([5] * 255, max_tokens=16)
@@ -174,6 +245,11 @@ def test_max_tokens_is_cut_to_the_context_or_refused(start_server: Any) -> None:
     error = refused(strict.complete([5] * 250, max_tokens=16), param="max_tokens")
     assert "at most 6 fit" in error["message"]
     assert strict.complete([5] * 250, max_tokens=6).status_code == 200
+
+
+def test_min_tokens_are_cut_with_max_tokens(start_server: Any) -> None:
+    server = start_server(max_model_len=256)
+    assert server.complete([5] * 250, max_tokens=16, min_tokens=16).json()["usage"]["completion_tokens"] == 6
 
 
 def test_choices_in_all_are_limited(server: Any) -> None:
@@ -202,6 +278,7 @@ def test_unknown_routes_and_methods(server: Any) -> None:
     for method, path, status in [
         ("GET", "/", 404),
         ("GET", "/nope", 404),
+        ("GET", "//livez", 404),
         ("POST", "/v1/embeddings", 404),
         ("POST", "/v1/completions/", 404),
         ("GET", "/v1/completions", 405),

@@ -65,7 +65,7 @@ def test_help_is_quick() -> None:
         (["serve", "--host", "256.256.256.256"], "--host is '256.256.256.256'"),
         (["chat", "--url", "ftp://x", "smollm2"], "not both"),
         (["chat", "--dtype", "float32"], "come after MODEL"),
-        (["bench", "serve", "--url", "127.0.0.1:8000"], "such as http://127.0.0.1:8000"),
+        (["bench", "serve", "--url", "127.0.0.1:8000"], "write http://127.0.0.1:8000"),
     ],
 )
 def test_bad_input_is_one_message_and_status_2(arguments: list[str], text: str) -> None:

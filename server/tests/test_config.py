@@ -22,6 +22,8 @@ def test_defaults_are_local_and_every_field_has_a_doc() -> None:
         ({"port": -1}, "--port is -1"),
         ({"port": 65536}, "--port is 65536"),
         ({"api_key": "  "}, "--api-key is empty"),
+        ({"api_key": "secret\n"}, "--api-key has control characters, or spaces at an end"),
+        ({"api_key": "sec\x01ret"}, "--api-key has control characters"),
         ({"max_body_bytes": 10}, "--max-body-bytes is 10"),
         ({"ssl_keyfile": "/k"}, "HTTPS needs both"),
         ({"ssl_certfile": "/no/cert", "ssl_keyfile": "/no/key"}, "--ssl-certfile is '/no/cert', which is no file"),

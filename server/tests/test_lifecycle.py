@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -11,6 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
+
+from fourfold_server.errors import ErrorBoundary
 
 Events = Callable[[str], list[Any]]
 LONG = {"max_tokens": 200, "ignore_eos": True}
@@ -160,7 +163,7 @@ def test_while_draining_running_requests_go_on_and_new_ones_do_not(start_server:
     running = threading.Thread(target=lambda: texts.append(server.complete(**body).text))
     running.start()
     server.until(lambda: server.engine.num_requests == 1, "the request to run")
-    server.state.draining = True
+    server.on_loop(server.state.start_draining)
     reply = httpx.post(f"{server.url}/v1/completions", json={"model": "m", "prompt": "a"})
     assert reply.status_code == 503
     assert reply.headers["retry-after"]
@@ -171,6 +174,51 @@ def test_while_draining_running_requests_go_on_and_new_ones_do_not(start_server:
     *_, usage, done = events(texts[0])
     assert done is None
     assert usage["usage"]["completion_tokens"] == 40
+
+
+def test_a_drain_does_not_wait_for_bodies(start_server: Any) -> None:
+    server = start_server()
+    host, port = server.url.removeprefix("http://").split(":")
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
+            server.until(lambda: len(server.state.body_timeouts) == 1, "the request to wait for its body")
+            server.on_loop(server.state.start_draining)
+            said = b""
+            while not said.endswith(b"}}"):
+                said += connection.recv(65536)
+        server.state.draining = False
+        assert said.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after" in said
+        assert b"shutting down" in said
+        server.until(lambda: not server.state.body_timeouts, "its end")
+
+
+def test_a_request_that_is_cancelled_at_the_end_is_told_so() -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def hang(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await asyncio.Event().wait()
+
+    async def scenario(app: Any) -> None:
+        task = asyncio.ensure_future(ErrorBoundary(app)({"type": "http"}, None, send))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        task.cancel()
+        await task
+
+    asyncio.run(scenario(hang))
+    assert sent[0]["status"] == 503
+    assert b"shutting down" in sent[1]["body"]
+    sent.clear()
+    asyncio.run(scenario(stream))
+    assert [message["type"] for message in sent] == ["http.response.start"]
 
 
 def test_while_loading_the_server_is_alive_and_not_ready(start_server: Any) -> None:

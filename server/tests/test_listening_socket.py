@@ -44,3 +44,9 @@ def test_urls(host: str, url: str) -> None:
 def test_a_foreign_host_is_refused(host: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         listen(host, 0)
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 300])
+def test_a_host_that_is_no_name_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match="which is no host name; give an address"):
+        listen(host, 0)

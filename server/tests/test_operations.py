@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from typing import Any
@@ -137,7 +138,14 @@ def test_bad_tokenize_requests(server: Any, path: str, body: dict[str, Any], par
 
 
 def test_the_documentation_shows_bodies_and_answers(server: Any) -> None:
-    assert "swagger" in server.http.get("/docs").text
+    page = server.http.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "POST /v1/chat/completions" in page.text
+    assert "<code>max_tokens</code>" in page.text
+    assert not re.findall(r"(?:src|href)=\W?(?:https?:)?//", page.text)
+    whole = server.http.get("/openapi.json").text
+    assert "HTTPValidationError" not in whole
+    assert not re.findall(r"(?i)\b(not supported yet)\W+\1|\b(\w{3,})\W+\2\b", page.text)
     paths = server.http.get("/openapi.json").json()["paths"]
     for path, field in [
         ("/v1/completions", "prompt"),

@@ -212,7 +212,7 @@ def test_health_tells_a_stalled_engine_from_an_idle_one(start: Start) -> None:
 # --- drain -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_drains(start: Start, signum: signal.Signals) -> None:
     server = start("--max-num-seqs", "4", "--drain-timeout", "120")
     options = {"stream_options": {"include_usage": True}}

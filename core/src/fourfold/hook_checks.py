@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -10,15 +11,25 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
+import msgspec
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
-from fourfold.config.option_values import check_field_types
+from fourfold.config.option_values import ValueRefusedError, check_field_types, describe, field_types, parse_value
+from fourfold.contracts.parallel_layer import LayerKind
 from fourfold.entries import Entry
 from fourfold.errors import ConfigError, PluginError
 from fourfold.hookspecs import CONTRACT_VERSION, MODULES
 from fourfold.markers import ENTRY_POINT_GROUP
 from fourfold.offers import OfferKind, Origin
 
+_ENTRY_FIELDS: Mapping[str, Any] = {
+    "summary": str,
+    "capabilities": frozenset[str],
+    "kind": LayerKind,
+    "architectures": tuple[str, ...],
+    "order": int,
+}
+"""Fields that some or all kinds of entries have beside ``name`` and functions."""
 _SPEC_MARK = f"{ENTRY_POINT_GROUP}_spec"
 _IMPLEMENTATION_MARK = f"{ENTRY_POINT_GROUP}_impl"
 
@@ -43,6 +54,8 @@ def check_contract(plugin: object, origin: Origin) -> None:
         )
     try:
         accepted = SpecifierSet(stated)
+        if not len(accepted):
+            raise InvalidSpecifier(stated)
     except (InvalidSpecifier, AttributeError, TypeError) as error:
         raise PluginError(
             f"{origin} states FOURFOLD_CONTRACT = {stated!r}, which is no version range; "
@@ -92,6 +105,12 @@ def check_offer(returned: object, hook: str, kind: OfferKind, origin: Origin) ->
             )
         if not callable(entry.build) or not callable(entry.suits):
             raise PluginError(f"{origin}: build and suits of {kind.noun} {entry.name!r} must be functions")
+        for field, annotation in _ENTRY_FIELDS.items():
+            if hasattr(entry, field) and not _fits(getattr(entry, field), annotation):
+                raise PluginError(
+                    f"{origin}: {field} of {kind.noun} {entry.name!r} is {getattr(entry, field)!r}; "
+                    f"it must be {annotation}"
+                )
         key = getattr(entry, "kind", None), entry.name
         if key in names:
             raise PluginError(f"{origin}: {hook} offers the name {entry.name!r} twice; rename one of them")
@@ -115,7 +134,36 @@ def check_settings(returned: object, origin: Origin) -> type[Any]:
         check_field_types(returned)
     except ConfigError as error:
         raise PluginError(f"{origin}: {error}") from error
+    except (NameError, AttributeError, TypeError) as error:  # a name that is imported for type checkers alone, say
+        raise PluginError(f"{origin}: the types of settings {returned.__name__} cannot be read: {error}") from error
+    _check_defaults(returned, origin)
     return returned
+
+
+def _check_defaults(settings: type[Any], origin: Origin) -> None:
+    try:
+        defaults = settings()
+    except Exception as error:
+        raise PluginError(
+            f"{origin}: settings {settings.__name__} refuse their own defaults: {type(error).__name__}: {error}"
+        ) from error
+    for name, annotation in field_types(settings).items():
+        value = getattr(defaults, name)
+        with contextlib.suppress(ValueRefusedError):
+            if parse_value(annotation, value) == value:
+                continue
+        raise PluginError(
+            f"{origin}: settings {settings.__name__}.{name} has the default {value!r}; "
+            f"it must be {describe(annotation)}"
+        )
+
+
+def _fits(value: object, annotation: Any) -> bool:
+    try:
+        msgspec.convert(value, annotation)
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
 def _marked_functions(plugin: object) -> Iterator[tuple[str, Callable[..., object], Mapping[str, Any]]]:

@@ -240,6 +240,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     available_bytes: int
     """Memory that the KV cache may take."""
+    memory_bytes: int | None = None
+    """Memory of the device, free or not, which no cache can exceed; None where that is not known."""
     kv_cache_specs: dict[int, KVCacheSpec]
     """By layer number of the whole model."""
     backends: dict[str, str]

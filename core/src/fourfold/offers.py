@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -101,6 +101,20 @@ class Offered:
         if isinstance(self.entry, ParallelLayerEntry):
             return self.entry.kind, self.entry.name
         return self.entry.name
+
+
+def clashes(offered: Iterable[Offered]) -> tuple[str, ...]:
+    """One line for each entry whose name another plugin has offered before."""
+    first: dict[tuple[str, Any], Offered] = {}
+    lines = []
+    for one in offered:
+        other = first.setdefault((one.kind, one.key), one)
+        if other is not one:
+            noun = OFFER_KINDS[one.kind].noun
+            lines.append(
+                f"two plugins offer {noun} {one.entry.name!r}: {other.origin} and {one.origin}; uninstall one of them"
+            )
+    return tuple(lines)
 
 
 class Offers(dict[Key, E]):

@@ -6,11 +6,10 @@ import logging
 import os
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pluggy
 
@@ -18,7 +17,8 @@ from fourfold import entries, hookspecs
 from fourfold.errors import ConfigError, PluginError
 from fourfold.hook_checks import check_contract, check_hooks, check_offer, check_settings, hook_specifications
 from fourfold.markers import ENTRY_POINT_GROUP
-from fourfold.offers import OFFER_KINDS, Offered, Offers, Origin
+from fourfold.offers import OFFER_KINDS, Offered, Offers, Origin, clashes
+from fourfold.plugin_entry_points import import_plugin, origin_of, sorted_entry_points
 
 if TYPE_CHECKING:
     from fourfold.config.engine_config import EngineConfig
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 E = TypeVar("E", bound=entries.Entry[Any])
 _log = logging.getLogger(__name__)
+_trace = logging.getLogger("fourfold.hooks")
 
 
 def load_plugins(*, entry_points: bool = True, extra: Mapping[str, object] | None = None) -> PluginRegistry:
@@ -39,7 +40,7 @@ def load_plugins(*, entry_points: bool = True, extra: Mapping[str, object] | Non
     """
     loader = _Loader()
     if entry_points:
-        for point in _sorted_entry_points(loader.warnings):
+        for point in sorted_entry_points(loader.warnings):
             loader.load(point)
     for name, plugin in sorted((extra or {}).items()):
         loader.add(plugin, Origin(plugin=name, distribution="given in code", version=""))
@@ -65,6 +66,8 @@ class PluginRegistry:
         """The plugins that are loaded; ranks compare this before they meet."""
         self.warnings = warnings
         """Why plugins were left out, one line each; the command logs them once."""
+        self.clashes = clashes(self.offered)
+        """Names that two plugins offer, one line each; asking for entries of such a kind is a PluginError."""
         self.events = PluginEvents(hooks)
         """Tells plugins what has happened."""
 
@@ -162,16 +165,14 @@ class PluginRegistry:
                 raise PluginError(hook.blame(error)) from error
 
     def _offers(self, entry_type: type[E]) -> Offers[Any, E]:
+        clashing = clashes(one for one in self.offered if isinstance(one.entry, entry_type))
+        if clashing:
+            raise PluginError(clashing[0])
         table: dict[Any, E] = {}
         origins: dict[Any, Origin] = {}
         for one in self.offered:
             if not isinstance(one.entry, entry_type):
                 continue
-            if one.key in table:
-                raise PluginError(
-                    f"two plugins offer {OFFER_KINDS[one.kind].noun} {one.entry.name!r}: {origins[one.key]} and "
-                    f"{one.origin}; uninstall one of them"
-                )
             table[one.key] = one.entry
             origins[one.key] = one.origin
         return Offers(table, origins, self.warnings)
@@ -228,13 +229,20 @@ class _Hook:
     traced: bool
 
     def call(self, arguments: Mapping[str, object]) -> object:
-        given = {name: arguments[name] for name in self.arguments}
         if not self.traced:
-            return self.function(**given)
-        _log.info("%s of %s is called", self.name, self.origin)
-        returned = self.function(**given)
-        _log.info("%s of %s returned %r", self.name, self.origin, returned)
+            return self._call(arguments)
+        _trace.info("%s of %s is called", self.name, self.origin)
+        returned = self._call(arguments)
+        _trace.info("%s of %s returned %r", self.name, self.origin, returned)
         return returned
+
+    def _call(self, arguments: Mapping[str, object]) -> object:
+        try:
+            return self.function(**{name: arguments[name] for name in self.arguments})
+        except (Exception, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # a plugin must not end the process, with SystemExit say
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     def blame(self, error: Exception) -> str:
         return f"{self.origin}: {self.name} raised {type(error).__name__}: {error}"
@@ -249,6 +257,8 @@ class _Hooks:
             self._manager.add_hookspecs(module)
         self._origins: dict[str, Origin] = {}
         self._traced = os.environ.get("FOURFOLD_TRACE_HOOKS") == "1"
+        if self._traced:
+            _show_traces()
 
     def register(self, plugin: object, origin: Origin) -> None:
         """Take a plugin in, or leave everything as it was and raise."""
@@ -283,6 +293,13 @@ class _Hooks:
         )
 
 
+def _show_traces() -> None:
+    """Who asks for traces sees them, in programs too that have not set up logging, or have not yet."""
+    _trace.setLevel(logging.INFO)
+    if not _trace.hasHandlers():
+        logging.basicConfig(format="%(levelname)s %(message)s")
+
+
 class _Loader:
     """Takes plugins in one by one; a broken one leaves a warning and nothing else."""
 
@@ -296,9 +313,9 @@ class _Loader:
 
     def load(self, point: metadata.EntryPoint) -> None:
         """Import one entry point and take it in, or note why not."""
-        origin = _origin(point)
+        origin = origin_of(point)
         try:
-            plugin = _import(point, origin)
+            plugin = import_plugin(point, origin)
             check_contract(sys.modules[point.module], origin)
             self.add(plugin, origin)
         except PluginError as error:
@@ -340,44 +357,3 @@ def _answer(hook: _Hook) -> object:
         return hook.call({})
     except Exception as error:
         raise PluginError(hook.blame(error)) from error
-
-
-def _sorted_entry_points(warnings: list[str]) -> list[metadata.EntryPoint]:
-    """The group's entry points by name: the order of the file system differs between hosts."""
-    found: dict[str, list[metadata.EntryPoint]] = defaultdict(list)
-    seen: dict[str, metadata.Distribution] = {}
-    for distribution in metadata.distributions():
-        points = distribution.entry_points.select(group=ENTRY_POINT_GROUP)
-        if not points:
-            continue
-        name = re.sub(r"[-_.]+", "-", distribution.name).lower()
-        first = seen.setdefault(name, distribution)
-        if first is not distribution:  # later on sys.path, so its code is never imported
-            if first.version != distribution.version:
-                warnings.append(
-                    f"distribution {name} is installed twice, as {first.version} and as {distribution.version} "
-                    f"(in {distribution.locate_file('')}); {first.version} is used, uninstall the other"
-                )
-            continue
-        for point in points:
-            found[point.name].append(point)
-    for name, same in sorted(found.items()):
-        if len(same) > 1:
-            claims = " and ".join(sorted(_origin(point).package for point in same))
-            raise PluginError(f"plugin name {name!r} is claimed by {claims}; uninstall all but one")
-    return [found[name][0] for name in sorted(found)]
-
-
-def _origin(point: metadata.EntryPoint) -> Origin:
-    distribution = cast("metadata.Distribution", point.dist)
-    return Origin(plugin=point.name, distribution=distribution.name, version=distribution.version)
-
-
-def _import(point: metadata.EntryPoint, origin: Origin) -> object:
-    try:
-        return point.load()
-    except (Exception, SystemExit) as error:
-        raise PluginError(
-            f"{origin} failed to load: {type(error).__name__}: {error} (entry point {point.value}); "
-            f"repair it or run: pip uninstall {origin.distribution}"
-        ) from error

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Final
 
 import msgspec
 
@@ -54,6 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _check_range("n", self.n, 1, MAX_N)
         _check_range("temperature", self.temperature, 0.0, 2.0)
         if self.top_k < 0:
@@ -103,6 +106,58 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def greedy(self) -> bool:
         """Whether the likeliest token is taken."""
         return self.temperature < 1e-5
+
+
+def _check_types(params: SamplingParams) -> None:
+    """Python programs may pass anything; what comes over a wire has its types already."""
+    for names, (is_right, wanted) in _KINDS.items():
+        for name in names:
+            value = getattr(params, name)
+            if not (is_right(value) or (value is None and name in _OPTIONAL)):
+                raise RequestError(f"{name} is {value!r}; {wanted} is needed", parameter=name)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_boolean(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _are_strings(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+
+
+def _are_integers(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(map(_is_integer, value))
+
+
+def _are_biases(value: object) -> bool:
+    return isinstance(value, dict) and all(_is_integer(key) and _is_number(bias) for key, bias in value.items())
+
+
+_OPTIONAL: Final = frozenset({"seed", "logprobs", "prompt_logprobs", "max_tokens"})
+_KINDS: Final[dict[tuple[str, ...], tuple[Callable[[object], bool], str]]] = {
+    ("n", "top_k", "min_tokens", *sorted(_OPTIONAL)): (_is_integer, "an integer"),
+    (
+        "temperature",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+    ): (_is_number, "a number"),
+    ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"): (_is_boolean, "True or False"),
+    ("stop",): (_are_strings, "a list of strings"),
+    ("stop_token_ids",): (_are_integers, "a list of token ids"),
+    ("logit_bias",): (_are_biases, "a mapping of token ids to numbers"),
+}
+"""Fields -> what their values must be, and how that is said."""
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import math
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
+from fourfold.config.backend_config import BackendConfig
 from fourfold.config.engine_config import EngineConfig
 from fourfold.contracts.parallel_layer import LayerKind
 from fourfold.entries import Entry, ParallelLayerEntry, Suitability
@@ -20,6 +23,8 @@ AUTO: Final = "auto"
 COMM_GROUPS: Final = ("tp", "pp", "dp", "ep")
 LAYER_KINDS: Final[tuple[LayerKind, ...]] = typing.get_args(LayerKind)
 _OPTIONS: Final = {kind.noun: kind.option for kind in OFFER_KINDS.values()}
+_DEFAULTS: Final = {"--" + field.name.replace("_", "-"): field.default for field in dataclasses.fields(BackendConfig)}
+"""Names that nobody has to ask for, by option."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,10 +118,15 @@ def suitability(entry: Entry[Any], config: EngineConfig) -> Suitability:
     """What ``entry`` says of ``config``; an entry that breaks when asked cannot run, and the reason says so."""
     try:
         answer = entry.suits(config)
-    except Exception as error:  # one broken plugin must not keep the others from being picked
+    except (Exception, SystemExit) as error:  # one broken plugin must not keep the others from being picked
         return Suitability(score=0, reason=f"its suits() raised {type(error).__name__}: {error}")
     if not isinstance(answer, Suitability):
         return Suitability(score=0, reason=f"its suits() returned {type(answer).__name__}, not Suitability")
+    if type(answer.score) not in (int, float) or not math.isfinite(answer.score) or not isinstance(answer.reason, str):
+        return Suitability(
+            score=0,
+            reason=f"its suits() returned score {answer.score!r} and reason {answer.reason!r}; a number and text",
+        )
     return answer
 
 
@@ -176,8 +186,11 @@ def _by_name(noun: str, entries: Mapping[Any, E], name: str, config: EngineConfi
         raise PluginError(f"no {noun} called {name!r}{suggestion} installed: {installed}{_broken(entries)}")
     suits = suitability(entries[name], config)
     if suits.score <= 0:
-        raise ConfigError(f"{noun} {name!r} cannot run here: {suits.reason}")
-    return Selection(entry=entries[name], reason=f"{noun} {name!r}: asked for by name")
+        able = [str(key) for key, other in entries.items() if key != name and suitability(other, config).score > 0]
+        others = f"; installed and able to run here: {', '.join(able)}" if able else ""
+        raise ConfigError(f"{noun} {name!r} cannot run here: {suits.reason}{others}")
+    why = " (default)" if name == _DEFAULTS.get(_OPTIONS.get(noun, "")) else ": asked for by name"
+    return Selection(entry=entries[name], reason=f"{noun} {name!r}{why}")
 
 
 def _of_layer_kind(entries: Mapping[Any, ParallelLayerEntry], kind: LayerKind) -> Mapping[str, ParallelLayerEntry]:

@@ -75,6 +75,12 @@ def header_file(path: Path, entry: Any, data: bytes = bytes(64)) -> Path:
         ({"x": {"dtype": "I4", "shape": [2], "data_offsets": [0, 8]}}, "tensor x has dtype I4; supported: F64, F32"),
         ({"x": {"dtype": "F32", "shape": [2]}}, "corrupt header entry for tensor x"),
         ({"x": 3}, "corrupt header entry for tensor x"),
+        ({"x": {"dtype": "F32", "shape": [2.5], "data_offsets": [0, 8]}}, "corrupt header entry for tensor x"),
+        ({"x": {"dtype": "F32", "shape": [-2, -1], "data_offsets": [0, 8]}}, "claims bytes"),
+        (
+            {name: {"dtype": "F32", "shape": [2], "data_offsets": [at, at + 8]} for name, at in (("x", 4), ("y", 0))},
+            "tensors y and x overlap",
+        ),
         ([1], "corrupt header: no JSON object"),
     ],
 )
@@ -129,7 +135,7 @@ def test_index_places_tensors(tmp_path: Path, context: CheckpointContext) -> Non
             "a file of the same folder",
         ),
         (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "has no weight_map"),
-        (lambda folder: (folder / "model.safetensors.index.json").write_text("{"), "cannot be read as JSON"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("{"), "is no JSON"),
     ],
 )
 def test_broken_index(

@@ -173,6 +173,11 @@ def test_more_prompts_than_may_wait_are_fed_as_others_end(build: Build) -> None:
         ([[5, -1]], "prompt 0 has a token id outside"),
         ([[5, "a"]], "prompt 0 has an item that is no token id"),
         ([{"text": "a"}], "prompt 0 needs one of prompt and prompt_token_ids"),
+        (None, "prompts are of type NoneType"),
+        (b"a", "prompts are of type bytes"),
+        (["a", b"a"], "prompt 1 is of type bytes; text, token ids, or a mapping"),
+        ([1.5], "prompt 0 is of type float"),
+        (["\ud800"], "prompt 0 is no Unicode text"),
     ],
 )
 def test_a_bad_prompt_is_refused_before_anything_runs(build: Build, prompts: list[Any], message: str) -> None:
@@ -186,6 +191,27 @@ def test_params_must_match_prompts(build: Build) -> None:
     llm, _ = build()
     with pytest.raises(RequestError, match="2 prompts and 1 params"):
         llm.generate(["a", "b"], [SamplingParams()])
+    wrong: list[Any] = ["x", 3, ["a", "b"]]
+    for params in wrong:
+        with pytest.raises(RequestError, match="params must be SamplingParams, or a list of them"):
+            llm.generate(["a", "b"], params)
+
+
+def test_messages_must_be_a_list(build: Build) -> None:
+    llm, _ = build()
+    wrong: list[Any] = [None, "hello", {"role": "user", "content": "hello"}]
+    for messages in wrong:
+        with pytest.raises(RequestError, match="messages must be a list"):
+            llm.chat(messages)
+
+
+def test_a_fork_is_told_to_build_its_own_and_ends_nothing(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, core = build()
+    monkeypatch.setattr(module.os, "getpid", lambda: -1)  # as it is in a fork
+    with pytest.raises(EngineError, match="is a fork of it; build one here"):
+        llm.generate("a")
+    llm.close()
+    assert core.num_shutdowns == 0
 
 
 def test_an_interruption_leaves_nothing_in_the_engine(build: Build) -> None:

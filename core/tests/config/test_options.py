@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -106,6 +107,11 @@ def test_values_are_read_by_type(options, name, text, value):
         ("numbers", "a,b", "a whole number"),
         ("some_memory", "2 bananas", "a size such as 2GiB"),
         ("some_memory", "-1", "a size such as 2GiB"),
+        ("whole", 2**63, "a whole number below 2**63"),
+        ("some_memory", "99999999TiB", "a whole number below 2**63"),
+        ("path", "", "a path"),
+        ("text", "a\0b", "text without null characters"),
+        ("text", "\udcff", "text that is UTF-8"),
     ],
 )
 def test_wrong_values_are_refused_with_option_value_and_source(options, name, value, wants):
@@ -152,6 +158,9 @@ def test_a_file_may_use_dashes_and_lists_and_be_named_by_a_variable(options, tmp
         ("whol: 1", "no option 'whol' .*did you mean 'whole'"),
         ("- whole", "holds a list; write one 'option: value' a line"),
         ("a: [", "is no YAML"),
+        ("whole: 1\nwhole: 2", "is no YAML: 'whole' is there twice .*line 2"),
+        ("some-memory: 1\nsome_memory: 2", "has 'some_memory' twice, with - and with _"),
+        ("sample:\n  whole: 1", "has a section 'sample'; options stand at the top, without sections, as in 'whole: "),
     ],
 )
 def test_a_wrong_file_is_refused(options, tmp_path, content, says):
@@ -232,6 +241,16 @@ def test_click_hands_on_what_was_typed(options):
     assert "--whole" not in run(options, "--help", skip={"whole"})[1].output
 
 
+@pytest.mark.parametrize("typed", [("a,b",), ("a", "b"), ("a, b",)])
+def test_lists_may_be_repeated_and_have_commas(options, typed):
+    assert build(options, {"several": typed}).several == ("a", "b")
+
+
+def test_help_says_how_to_give_lists(options):
+    flat = " ".join(run(options, "--help")[1].output.split())
+    assert "--several TEXT,... Put commas between several, or repeat the option." in flat
+
+
 def test_help_is_by_section_and_says_type_default_and_doc(options):
     output = run(options, "--help")[1].output
     assert output.index("Sample options:") < output.index("my-plugin options:")
@@ -251,3 +270,36 @@ def test_docs_are_the_strings_under_fields():
 def test_options_need_no_torch():
     code = "import sys, fourfold.config.click_options; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env=dict(os.environ))
+
+
+def test_a_variable_that_is_almost_an_option_is_warned_of_and_others_are_not(options, caplog):
+    read(options, environment={"FOURFOLD_WHOEL": "3", "FOURFOLD_SERVICE_PORT": "80", "WHOEL": "1"})
+    assert caplog.messages == [
+        "the variable FOURFOLD_WHOEL is no option and has no effect; did you mean FOURFOLD_WHOLE?"
+    ]
+
+
+def test_a_file_that_is_nested_without_end_is_refused(options, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("[" * 20_000)
+    with pytest.raises(ConfigError, match=r"config\.yaml' is no YAML"):
+        read(options, file=file)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"served_model_name": " "}, "--served-model-name is empty"),
+        ({"revision": ""}, "--revision is empty"),
+        ({"chat_template": ""}, "--chat-template is empty"),
+        ({"num_blocks": 2**31}, "--num-blocks is 2147483648; from 2 to 2147483647"),
+        ({"max_num_seqs": 10**8}, "--max-num-seqs is 100000000; from 1 to 65536"),
+        ({"max_num_batched_tokens": 10**9}, "--max-num-batched-tokens is 1000000000; from 1 to 1048576"),
+        ({"max_in_flight": 65}, "--max-in-flight is 65; from 1 to 64"),
+        ({"drain_timeout": -1}, "--drain-timeout is -1; seconds 0 or more"),
+        ({"rpc_timeout": 0}, "--rpc-timeout is 0; seconds above 0"),
+    ],
+)
+def test_values_that_cannot_work_are_refused(values, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        build_engine_config(**values)

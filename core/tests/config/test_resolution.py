@@ -86,7 +86,7 @@ def test_auto_becomes_names_and_reasons(registry):
     assert resolved.reasons == (
         "dtype bfloat16 (auto): this cpu has avx512_bf16",
         "executor 'single' (auto): one rank",
-        "scheduler 'fcfs': asked for by name",
+        "scheduler 'fcfs' (default)",
         "load balancer 'first' (auto): runs anywhere",
     )
     assert config == build_engine_config()

@@ -15,7 +15,7 @@ from fourfold.config.model_config import ModelConfig
 from fourfold.contracts.kv_cache_spec import KVCacheSpec
 from fourfold.engine import build
 from fourfold.entries import ExecutorContext, ExecutorEntry
-from fourfold.errors import ConfigError, EngineError, PluginError, WorkerError
+from fourfold.errors import CheckpointError, ConfigError, EngineError, PluginError, WorkerError
 from fourfold.markers import hookimpl
 from fourfold.messages import InitializeCache, WorkerInfo
 from fourfold.plugins import PluginRegistry, load_plugins
@@ -26,6 +26,7 @@ class FakeExecutor:
     """Answers as one rank; fails in the method called ``broken``."""
 
     broken: str = ""
+    type_name: str = "ValueError"
     calls: list[str] = field(default_factory=list)
     cache: InitializeCache | None = None
     context: ExecutorContext | None = None
@@ -37,7 +38,7 @@ class FakeExecutor:
     def collective_rpc(self, method: str, *, args: tuple[bytes, ...] = (), **options: Any) -> list[Any]:
         self.calls.append(method)
         if method == self.broken:
-            raise WorkerError(0, method, "ValueError", "boom")
+            raise WorkerError(0, method, self.type_name, "boom")
         if method == "initialize_cache":
             self.cache = msgspec.msgpack.decode(args[0], type=InitializeCache)
         if method == "load":
@@ -112,6 +113,15 @@ def test_a_rank_that_fails_ends_the_ranks_and_is_the_error(method: str) -> None:
     executor = FakeExecutor(broken=method)
     with pytest.raises(WorkerError, match=f"rank 0 failed in {method}: ValueError: boom"):
         build.build_engine(EngineConfig(), _registry(executor))
+    assert executor.calls[-1] == "shutdown"
+
+
+@pytest.mark.parametrize("kind", [ConfigError, CheckpointError, PluginError])
+def test_what_a_rank_refuses_is_what_it_was_for_the_user(kind: type[Exception]) -> None:
+    executor = FakeExecutor(broken="load", type_name=kind.__name__)
+    with pytest.raises(kind, match=r"^boom$") as caught:
+        build.build_engine(EngineConfig(), _registry(executor))
+    assert type(caught.value) is kind
     assert executor.calls[-1] == "shutdown"
 
 

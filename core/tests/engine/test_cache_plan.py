@@ -73,6 +73,8 @@ def test_a_cache_too_small_for_one_request_says_what_would_fit(config: dict[str,
     if "num_blocks" in config:
         assert "--max-model-len 144 or less" in str(caught.value)
         plan_cache([worker], CacheConfig(**config), max_model_len=144)
+    if config == {"kv_cache_memory": 50}:
+        assert "--max-model-len" not in str(caught.value)
 
 
 def test_windows_let_any_length_fit() -> None:
@@ -86,3 +88,14 @@ def test_windows_let_any_length_fit() -> None:
 def test_ranks_without_layers_need_no_cache() -> None:
     plan = plan_cache([_worker(0, 0, {}), _worker(1, 10_000, {0: (100, 0)})], CacheConfig(), max_model_len=64)
     assert plan.cache.num_blocks == 100
+
+
+@pytest.mark.parametrize("config", [{"kv_cache_memory": 5_100}, {"num_blocks": 51}])
+def test_a_cache_beyond_the_memory_of_a_rank_is_refused(config: dict[str, Any]) -> None:
+    workers = [_worker(0, 10_000, {0: (98, 0)}), _worker(1, 10_000, {1: (100, 0)})]
+    bounded = [msgspec.structs.replace(worker, memory_bytes=5_000) for worker in workers]
+    plan_cache(bounded, CacheConfig(num_blocks=50), max_model_len=64)
+    with pytest.raises(
+        ConfigError, match=r"5100 bytes, and rank 1 has 5000 .* lower --kv-cache-memory or --num-blocks"
+    ):
+        plan_cache(bounded, CacheConfig(**config), max_model_len=64)

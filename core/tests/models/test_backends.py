@@ -8,7 +8,7 @@ import pytest
 from fourfold.config.engine_config import EngineConfig
 from fourfold.entries import OperatorsEntry, Suitability
 from fourfold.errors import ConfigError, Unsupported
-from fourfold.models.backends import build_backend
+from fourfold.models.backends import build_backend, log_passed_over
 
 
 def entry(name: str, score: int) -> OperatorsEntry:
@@ -49,3 +49,10 @@ def test_a_named_one_is_never_replaced() -> None:
 def test_none_is_left() -> None:
     with pytest.raises(ConfigError, match="operators 'plain' cannot run this model"):
         build_backend("operators", ENTRIES, "auto", EngineConfig(), build({"fast", "plain"}))
+
+
+def test_what_cannot_run_here_is_logged_once_a_reason(caplog: pytest.LogCaptureFixture) -> None:
+    unfit = entry("wide", 0)
+    with caplog.at_level(logging.INFO):
+        log_passed_over(EngineConfig(), {"operators": {**ENTRIES, "wide": unfit}, "linear method": {"wide": unfit}})
+    assert caplog.messages == ["not used: operators 'wide', linear method 'wide': for a test"]

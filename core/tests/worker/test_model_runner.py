@@ -6,7 +6,7 @@ from time import perf_counter
 import pytest
 import torch
 
-from fourfold.errors import EngineError
+from fourfold.errors import CheckpointError, EngineError
 from fourfold.messages import StepMessage
 from fourfold.sampling_params import SamplingParams
 from fourfold.worker.step_inputs import StepPlan
@@ -215,6 +215,13 @@ def test_warm_up_within_the_smallest_limits(drive, history_model, limits) -> Non
     model = history_model()
     drive(model, **limits).runner.warm_up()
     assert model.forwards == [1, 1]
+
+
+def test_a_model_without_finite_logits_is_refused_at_the_start(drive, history_model) -> None:
+    model = history_model()
+    model.poison = 0
+    with pytest.raises(CheckpointError, match="first logits are not finite; its weights are damaged"):
+        drive(model).runner.warm_up()
 
 
 def test_an_empty_step(drive) -> None:

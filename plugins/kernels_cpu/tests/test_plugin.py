@@ -12,7 +12,7 @@ from fourfold.config.cache_config import CacheConfig
 from fourfold.config.engine_config import EngineConfig
 from fourfold.config.model_config import ModelConfig
 from fourfold.errors import Unsupported
-from fourfold_kernels_cpu import build, cpu_support, plugin
+from fourfold_kernels_cpu import build, cpu_support, native, plugin
 
 
 def entries():
@@ -93,3 +93,29 @@ def test_a_cache_that_cannot_be_written_is_unsupported(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
     with pytest.raises(Unsupported, match="set XDG_CACHE_HOME"):
         build.ensure_built()
+
+
+def test_a_compiler_that_does_not_run_is_unsupported(monkeypatch, tmp_path):
+    compiler = tmp_path / "g++"
+    compiler.write_bytes(b"\x7fELF no program")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(Unsupported, match=r"does not run: .*; repair it or set CXX"):
+        build.ensure_built()
+
+
+def test_a_damaged_library_is_unsupported_and_named(tmp_path):
+    library = tmp_path / build.LIBRARY
+    library.write_bytes(b"\x7fELF cut off")
+    with pytest.raises(Unsupported, match=f"cannot be loaded: .*; delete '{library}'"):
+        native.Native(library)
+
+
+def test_no_folder_for_the_cache_is_unsupported(monkeypatch):
+    def homeless():
+        raise RuntimeError("could not determine home directory")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(build.Path, "home", homeless)
+    with pytest.raises(Unsupported, match="could not determine home directory; set XDG_CACHE_HOME"):
+        build._cache_root()

@@ -10,12 +10,14 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 
 from fourfold.entries import RoutesEntry
 from fourfold.errors import EngineError, RequestError
 from fourfold_server.authentication import Authentication
 from fourfold_server.body_limit import BodyLimit
+from fourfold_server.documentation import ERROR_ANSWERS
+from fourfold_server.documentation_page import render_page
 from fourfold_server.errors import ErrorBoundary, answer_http_error, answer_request_error, error_response
 from fourfold_server.plugin import fourfold_routes
 from fourfold_server.request_identity import RequestIdentity
@@ -29,6 +31,8 @@ def create_app(state: ServerState, routes: Mapping[str, RoutesEntry] | None = No
         title="fourfold",
         version=version("fourfold-server"),
         redirect_slashes=False,
+        docs_url=None,  # FastAPI's own page loads its parts from another host
+        redoc_url=None,
         middleware=_layers(state),
         exception_handlers={
             RequestError: answer_request_error,
@@ -38,7 +42,13 @@ def create_app(state: ServerState, routes: Mapping[str, RoutesEntry] | None = No
         },
     )
     for _, entry in sorted(entries.items()):
-        app.include_router(entry.build(state))
+        # Errors are the same everywhere, and FastAPI adds none of its own where 4XX are described.
+        app.include_router(entry.build(state), responses=ERROR_ANSWERS)
+
+    async def show_documentation(request: Request) -> Response:
+        return HTMLResponse(render_page(app.openapi()))
+
+    app.add_route("/docs", show_documentation, include_in_schema=False)
     return app
 
 

@@ -26,9 +26,10 @@ class Authentication:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
             # Headers are bytes, which the framework shows as latin-1.
-            if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode("latin-1"), self._api_key):
+            if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip(" \t").encode("latin-1"), self._api_key):
                 error = RequestError(
-                    "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
+                    "the API key is missing or wrong; every path but the probes, /docs too, needs the header "
+                    "'Authorization: Bearer KEY'",
                     code="invalid_api_key",
                     status=401,
                 )

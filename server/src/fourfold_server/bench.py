@@ -22,8 +22,10 @@ from fourfold.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from fourfold.client.llm import LLM
 
-_TOKEN_IDS = (1000, 48000)
-"""Random prompts draw from these: no special tokens in the usual vocabularies."""
+_FIRST_TOKEN_ID = 1000
+"""Vocabularies mostly begin with special tokens; small ones with fewer."""
+_VOCABULARY_SIZE = 48000
+"""Prompts draw from below this at most, so that they are the same for all models with larger vocabularies."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -35,10 +37,12 @@ def build_command() -> click.Group:
     return group
 
 
-def random_prompts(count: int, length: int, seed: int) -> list[list[int]]:
+def random_prompts(count: int, length: int, seed: int, *, vocabulary_size: int = _VOCABULARY_SIZE) -> list[list[int]]:
     """``count`` prompts of ``length`` token ids; another seed gives others, so that no prefix cache helps."""
     generator = random.Random(1234567 + seed)
-    return [[generator.randrange(*_TOKEN_IDS) for _ in range(length)] for _ in range(count)]
+    stop = min(_VOCABULARY_SIZE, vocabulary_size)
+    start = min(_FIRST_TOKEN_ID, stop // 2)
+    return [[generator.randrange(start, stop) for _ in range(length)] for _ in range(count)]
 
 
 def _workload_options(*, num_prompts: int) -> Callable[[F], F]:
@@ -63,14 +67,27 @@ def _serve_command() -> click.Command:
     @click.option("--model", help="The model to ask for. [default: the first that is served]")
     @click.option("--api-key", envvar="FOURFOLD_API_KEY", help="The server's API key.")
     @click.option("--concurrency", type=click.IntRange(min=1), default=16, show_default=True, help="Requests at once.")
+    @click.option(
+        "--vocabulary-size",
+        type=click.IntRange(min=1),
+        default=_VOCABULARY_SIZE,
+        show_default=True,
+        help="Prompts draw token ids below this; lower it for a model that has fewer.",
+    )
     @_workload_options(num_prompts=64)
     def command(url: str, api_key: str | None, as_json: bool, **workload: Any) -> None:
         from fourfold_server.load_client import Target
+        from fourfold_server.server_url import read_url
 
-        report = asyncio.run(_load(Target(url=url, api_key=api_key), **workload))
-        _show(dataclasses.asdict(report), report.rows(), as_json=as_json)
+        report = asyncio.run(_load(Target(url=read_url(url), api_key=api_key), **workload))
+        if report.completed or as_json:
+            _show(dataclasses.asdict(report), report.rows(), as_json=as_json)
         if report.first_error is not None:
-            raise click.ClickException(f"{report.failed} requests failed; the first: {report.first_error}")
+            hint = "; give the model's --vocabulary-size" if "vocabulary" in report.first_error else ""
+            total = report.completed + report.failed
+            raise click.ClickException(
+                f"{report.failed} of {total} requests failed; the first: {report.first_error}{hint}"
+            )
 
     return command
 
@@ -84,6 +101,7 @@ async def _load(
     input_len: int,
     output_len: int,
     prompt_seed: int,
+    vocabulary_size: int,
 ) -> Any:
     from fourfold_server.load_client import complete_all, first_model
     from fourfold_server.load_report import LoadReport
@@ -96,7 +114,8 @@ async def _load(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    bodies = [{**common, "prompt": prompt} for prompt in random_prompts(num_prompts, input_len, prompt_seed)]
+    prompts = random_prompts(num_prompts, input_len, prompt_seed, vocabulary_size=vocabulary_size)
+    bodies = [{**common, "prompt": prompt} for prompt in prompts]
     return LoadReport.of(await complete_all(target, bodies, concurrency))
 
 
@@ -123,7 +142,9 @@ def _offline_command(name: str) -> click.Command:
         config = options.build(EngineConfig, read)
         with LLM(config) as llm:
             # The first round pays for what is set up on first use.
-            rounds = [random_prompts(*shape, seed + index) for index in range(repeat + 1)]
+            rounds = [
+                random_prompts(*shape, seed + index, vocabulary_size=llm.vocabulary_size) for index in range(repeat + 1)
+            ]
             results = [measure(llm, prompts, output_len) for prompts in rounds][1:]
         values = {key: sorted(result[key] for result in results) for key in results[0]}
         rows = [(f"{key} (min median max)", _spread(numbers)) for key, numbers in values.items()]

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from fourfold.errors import EngineError, FourfoldError
+from fourfold.errors import ConfigError, EngineError, FourfoldError
 from fourfold.supervision.child_process import ChildCommand, ChildExit, ChildProcess, ChildSupervisor
+from fourfold_server.client_errors import describe_answer, describe_connection
+from fourfold_server.server_url import read_url
 
 if TYPE_CHECKING:
     import httpx
@@ -73,7 +76,7 @@ def build_command() -> click.Command:
         with contextlib.ExitStack() as stack:
             if model is not None:
                 url = stack.enter_context(_own_server(model, serve_options))
-            _talk(Conversation(url=url or "http://127.0.0.1:8000", **settings))
+            _talk(Conversation(url=read_url(url or "http://127.0.0.1:8000"), **settings))
 
     return command
 
@@ -98,7 +101,8 @@ def _own_server(model: str, serve_options: tuple[str, ...]) -> Iterator[str]:
         except queue.Empty:
             raise EngineError(f"{server} was not ready within {_START_TIMEOUT:g} s") from None
         if isinstance(event, ChildExit):  # it has said why
-            raise EngineError(f"the server {event}")
+            kind = ConfigError if event.status == 2 else EngineError
+            raise kind(f"the server {event}")
         yield json.loads(event)["url"]
         supervisor.close(grace=_STOP_TIMEOUT)
 
@@ -109,7 +113,7 @@ def _talk(conversation: Conversation) -> None:
     headers = {"Authorization": f"Bearer {conversation.api_key}"} if conversation.api_key else {}
     timeout = httpx.Timeout(_READ_TIMEOUT, connect=_CONNECT_TIMEOUT)
     with httpx.Client(base_url=conversation.url, headers=headers, timeout=timeout) as client:
-        model = _first_model(client)
+        model = _first_model(client, conversation.url)
         click.echo(f"{model} at {conversation.url}\n{_HELP}", err=True)
         while (line := _read_line()) is not None:
             if line.startswith("/"):
@@ -119,8 +123,16 @@ def _talk(conversation: Conversation) -> None:
                 _take_turn(client, conversation, model, line)
 
 
+def _interactive() -> bool:
+    """Whether somebody types; what comes through a pipe is a script, which a failure ends."""
+    return sys.stdin.isatty()
+
+
 def _read_line() -> str | None:
     """What the user types; None at the end."""
+    if not _interactive():
+        line = sys.stdin.readline()
+        return line.strip() if line else None
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # gives input() editing and history
     try:
@@ -153,26 +165,35 @@ def _take_turn(client: httpx.Client, conversation: Conversation, model: str, que
             answer += part
             click.echo(part, nl=False)
     except KeyboardInterrupt:
-        click.echo(" [stopped]", nl=False)
+        click.echo(" [stopped]")
     except FourfoldError as error:
-        click.echo(f"Error: {error}", err=True, nl=False)
-    click.echo()
+        if answer:
+            click.echo()
+        if not _interactive():
+            raise
+        click.echo(f"Error: {error}", err=True)
+    else:
+        click.echo()
     if answer:
         conversation.turns.append({"role": "assistant", "content": answer})
     else:
         conversation.turns.pop()
 
 
-def _first_model(client: httpx.Client) -> str:
+def _first_model(client: httpx.Client, url: str) -> str:
     import httpx
 
     try:
         reply = client.get("/v1/models")
     except httpx.HTTPError as error:
-        raise EngineError(f"cannot reach a server at {client.base_url}: {error}; start one: fourfold serve") from error
+        problem = describe_connection(error, secure=url.startswith("https:"))
+        raise EngineError(f"cannot reach a server at {url}: {problem}") from error
     if reply.status_code != 200:
-        raise EngineError(_error_text(reply.status_code, reply.content))
-    name: str = reply.json()["data"][0]["id"]
+        raise EngineError(describe_answer(reply.status_code, reply.content))
+    try:
+        name: str = reply.json()["data"][0]["id"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise EngineError(f"{url}/v1/models lists no model; is it an OpenAI-compatible server?") from error
     return name
 
 
@@ -183,12 +204,12 @@ def _stream(client: httpx.Client, body: dict[str, Any]) -> Iterator[str]:
     try:
         with client.stream("POST", "/v1/chat/completions", json=body) as reply:
             if reply.status_code != 200:
-                raise EngineError(_error_text(reply.status_code, reply.read()))
+                raise EngineError(describe_answer(reply.status_code, reply.read()))
             for line in reply.iter_lines():
                 if line.startswith("data: ") and line != "data: [DONE]":
                     yield from _parts(json.loads(line.removeprefix("data: ")))
     except httpx.HTTPError as error:
-        raise EngineError(f"the connection broke: {error}") from error
+        raise EngineError(f"the connection broke: {describe_connection(error, secure=True)}") from error
 
 
 def _parts(event: dict[str, Any]) -> Iterator[str]:
@@ -197,10 +218,3 @@ def _parts(event: dict[str, Any]) -> Iterator[str]:
     for choice in event["choices"]:
         if text := choice["delta"].get("content"):
             yield text
-
-
-def _error_text(status: int, content: bytes) -> str:
-    try:
-        return f"{json.loads(content)['error']['message']} (status {status})"
-    except (ValueError, KeyError, TypeError):
-        return f"the server answered with status {status}"

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from fourfold.errors import ConfigError, FourfoldError, PluginError
+from fourfold.supervision.standard_streams import open_standard_streams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +39,11 @@ class Refusal(click.ClickException):
 
 class _Commands(click.Group):
     """Subcommands by name; `--help` imports none of them."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the command line."""
+        open_standard_streams()
+        return super().main(*args, **kwargs)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """In the order of the table."""

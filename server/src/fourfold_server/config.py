@@ -44,6 +44,9 @@ class ServerConfig:
             raise ConfigError(f"--port is {self.port}; from 0 to 65535")
         if self.api_key is not None and not self.api_key.strip():
             raise ConfigError("--api-key is empty; give a key, or leave the option out")
+        if self.api_key is not None and (self.api_key != self.api_key.strip() or not self.api_key.isprintable()):
+            # No HTTP header carries such a key. It is not shown, being a secret.
+            raise ConfigError("--api-key has control characters, or spaces at an end (a line break, say); remove them")
         if self.max_body_bytes < 1024:
             raise ConfigError(f"--max-body-bytes is {self.max_body_bytes}; 1024 or more")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):

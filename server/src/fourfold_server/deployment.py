@@ -29,6 +29,7 @@ from fourfold.text.served_model import ServedModel, load_served_model
 from fourfold_server.app import create_app
 from fourfold_server.config import ServerConfig
 from fourfold_server.drain import ActiveRequests
+from fourfold_server.http_protocol import HttpProtocol
 from fourfold_server.listening_socket import url_of
 from fourfold_server.loop_listener import call_on_loop
 from fourfold_server.process_table import ProcessTable
@@ -174,7 +175,7 @@ class Deployment:
 
     async def _drain_requests(self) -> None:
         timeout = self._config.timeouts.drain_timeout
-        self._state.draining = True
+        self._state.start_draining()
         self._table.set(ROLE, "", "draining", detail=self._url)
         logger.info("draining: %d requests may take up to %g s (--drain-timeout)", len(self._requests), timeout)
         left = await self._requests.wait(timeout)
@@ -192,7 +193,7 @@ class Deployment:
 
     async def _close(self, serving: asyncio.Task[None], *, forced: bool) -> None:
         """End HTTP, then the engines, each within its deadline."""
-        self._state.draining = True
+        self._state.start_draining()
         if not forced:
             await self._requests.wait(_FLUSH_TIMEOUT)
         self._client.close()
@@ -216,7 +217,7 @@ class _HttpServer(uvicorn.Server):
 def _http_config(app: ActiveRequests, config: ServerConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http="httptools",
+        http=HttpProtocol,
         ws="none",
         loop="none",
         log_config=None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -21,12 +21,7 @@ def json_answers(answer: type[msgspec.Struct], *, stream: bool = False) -> dict[
     content: dict[str, Any] = {"application/json": {"schema": _schema(answer)}}
     if stream:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    error = {"application/json": {"schema": _schema(ErrorBody)}}
-    return {
-        200: {"description": "The answer, or its events.", "content": content},
-        "4XX": {"description": "The request is refused.", "content": error},
-        "5XX": {"description": "The server cannot answer, or not now.", "content": error},
-    }
+    return {200: {"description": "The answer, or its events.", "content": content}, **ERROR_ANSWERS}
 
 
 def _schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
@@ -46,3 +41,11 @@ def _schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
 
     resolved = inline(schema)
     return resolved if isinstance(resolved, dict) else {}
+
+
+_ERROR: Final = {"application/json": {"schema": _schema(ErrorBody)}}
+ERROR_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
+    "4XX": {"description": "The request is refused.", "content": _ERROR},
+    "5XX": {"description": "The server cannot answer, or not now.", "content": _ERROR},
+}
+"""For ``responses``: the error object, the same on every route."""

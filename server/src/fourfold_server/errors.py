@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
 
@@ -14,6 +15,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fourfold.errors import EngineError, RequestError
 
 RETRY_AFTER_SECONDS = "1"
+MAX_MESSAGE = 2000
+"""Characters; messages quote what clients send, which may be megabytes."""
+MAX_PARAMETER = 200
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +44,12 @@ def error_body(error: Exception) -> bytes:
     code = error.code if isinstance(error, RequestError) else None
     known = isinstance(error, RequestError | EngineError)
     message = str(error) if known else "the server failed on this request; its log says why"
-    shown = ErrorObject(message=message, type=_error_type(status), param=parameter, code=code)
+    shown = ErrorObject(
+        message=_shortened(message, MAX_MESSAGE),
+        type=_error_type(status),
+        param=None if parameter is None else _shortened(parameter, MAX_PARAMETER),
+        code=code,
+    )
     return msgspec.json.encode(ErrorBody(error=shown))
 
 
@@ -69,7 +78,7 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
     """An exception handler for what the router refuses: unknown paths and wrong methods."""
     if not isinstance(error, HTTPException):
         raise error
-    path, method = request.url.path, request.method
+    path, method = request.scope["path"], request.method
     if error.status_code == 404:
         refused = RequestError(f"no route {path!r}; see /docs", code="not_found", status=404)
     elif error.status_code == 405:
@@ -100,6 +109,10 @@ class ErrorBoundary:
 
         try:
             await self._app(scope, receive, watched_send)
+        except asyncio.CancelledError:
+            # Only the end of the HTTP server cancels, once the time to answer is over; its last word is ours.
+            if not started:
+                await error_response(RequestError("the server is shutting down", status=503))(scope, receive, send)
         except RequestError as error:
             if not started:
                 await error_response(error)(scope, receive, send)
@@ -107,6 +120,14 @@ class ErrorBoundary:
             logger.exception("%s %s failed", scope["method"], scope["path"])
             if not started:
                 await error_response(error)(scope, receive, send)
+
+
+def _shortened(text: str, limit: int) -> str:
+    """Both ends: a message ends with what to do."""
+    if len(text) <= limit:
+        return text
+    tail = limit // 4
+    return f"{text[: limit - tail - 3]}...{text[-tail:]}"
 
 
 def _error_type(status: int) -> str:

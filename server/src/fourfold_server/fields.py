@@ -66,12 +66,13 @@ def read_fields(table: Table, body: Mapping[str, Any], *, strict: bool, path: st
 def _read_field(field: Field, path: str, value: Any) -> Any:
     if value is None:
         if field.required:
-            raise RequestError(f"{path} is missing or null; {field.doc}", parameter=path)
+            raise RequestError(f"{path} is missing or null; it must be {field.doc.rstrip('.')}", parameter=path)
         return field.default
     value = field.kind.read(path, value)
     if field.only is not None and value not in field.only:
-        shown = ", ".join(map(repr, field.only)) or "none"
-        raise RequestError(f"{path} is {_shown(value)}, which is not supported yet; supported: {shown}", parameter=path)
+        supported = ", ".join(repr(one) for one in field.only if one not in ("", []))
+        hint = f"supported: {supported}" if supported else "leave it out"
+        raise RequestError(f"{path} is {shown(value)}, which is not supported yet; {hint}", parameter=path)
     return value
 
 
@@ -79,7 +80,7 @@ def object_schema(table: Table) -> Schema:
     """The JSON schema of a request body."""
     properties = {}
     for name, field in table.items():
-        schema = {**field.kind.schema, "description": field.doc}
+        schema = {**field.kind.schema, "description": field.doc[:1].upper() + field.doc[1:]}
         if field.default is not None:
             schema["default"] = field.default
         properties[name] = schema
@@ -89,10 +90,11 @@ def object_schema(table: Table) -> Schema:
 
 def wrong_type(path: str, value: Any, expected: str) -> RequestError:
     """The error for a value of another type."""
-    return RequestError(f"{path} is {_shown(value)}; {expected}", parameter=path)
+    return RequestError(f"{path} is {shown(value)}; {expected}", parameter=path)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """``value`` as errors quote it."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 

@@ -9,12 +9,17 @@ from typing import Any, NamedTuple
 from starlette.requests import ClientDisconnect, Request
 
 from fourfold.errors import RequestError
-from fourfold_server.text_pool import TextPool
+from fourfold_server.state import ServerState
 
 BODY_DEADLINE_SECONDS = 60.0
 """From the headers to the last byte of the body."""
+MAX_DEPTH = 100
+"""Lists and objects within each other; what handles values later calls itself for each level."""
 INLINE_BYTES = 65536
 """Larger bodies are parsed off the event loop."""
+
+
+TOO_DEEP = f"the body is nested too deeply; {MAX_DEPTH} levels at most"
 
 
 class JsonObject(NamedTuple):
@@ -25,19 +30,25 @@ class JsonObject(NamedTuple):
     """NaN, Infinity or -Infinity, where the body has them. They are no JSON, but the field at fault is named first."""
 
 
-async def read_json_object(request: Request, pool: TextPool) -> JsonObject:
+async def read_json_object(request: Request, state: ServerState) -> JsonObject:
     """The body of a request. Raises RequestError for anything but one JSON object in UTF-8 with distinct keys."""
     _check_content_type(request.headers.get("content-type"))
+    _check_content_encoding(request.headers.get("content-encoding"))
     try:
-        async with asyncio.timeout(BODY_DEADLINE_SECONDS):
-            body = await request.body()
+        async with asyncio.timeout(BODY_DEADLINE_SECONDS) as timeout:
+            state.body_timeouts.add(timeout)
+            try:
+                body = await request.body()
+            finally:
+                state.body_timeouts.discard(timeout)
     except TimeoutError as error:
+        state.serving()  # which refuses when this server has begun to shut down
         raise RequestError(f"the client sent no whole body within {BODY_DEADLINE_SECONDS:g} s", status=408) from error
     except ClientDisconnect as error:
         raise RequestError("the client disconnected before its body was whole") from error
     if len(body) <= INLINE_BYTES:
         return parse_json_object(body)
-    return await pool.run(parse_json_object, body)
+    return await state.text_pool.run(parse_json_object, body)
 
 
 def parse_json_object(body: bytes) -> JsonObject:
@@ -53,10 +64,13 @@ def parse_json_object(body: bytes) -> JsonObject:
     try:
         value = json.loads(body.decode("utf-8"), object_pairs_hook=_distinct, parse_constant=constant)
     except RecursionError as error:
-        raise RequestError("the body is nested too deeply") from error
+        raise RequestError(TOO_DEEP) from error
     except ValueError as error:
         # JSONDecodeError, UnicodeDecodeError, and integers of thousands of digits.
         raise RequestError(f"the body is not valid JSON: {error}") from error
+    # Counting is quick, and few bodies have so many brackets.
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _deeper_than(MAX_DEPTH, value):
+        raise RequestError(TOO_DEEP)
     if b"\\ud" in body.lower():
         _check_surrogates(value)
     if not isinstance(value, dict):
@@ -76,6 +90,16 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
+def _deeper_than(limit: int, value: Any) -> bool:
+    level = [value]
+    for _ in range(limit):
+        children = [item.values() if isinstance(item, dict) else item for item in level]
+        level = [child for items in children for child in items if isinstance(child, dict | list)]
+        if not level:
+            return False
+    return True
+
+
 def _check_surrogates(value: Any) -> None:
     """JSON can escape half of a surrogate pair, which no tokenizer takes."""
     try:
@@ -91,6 +115,12 @@ def _check_content_type(content_type: str | None) -> None:
     kind = kind.strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise RequestError(f"content-type is {content_type!r}; send application/json")
-    charset = parameters.strip().lower().removeprefix("charset=").strip('"')
-    if charset and charset not in ("utf-8", "utf8"):
-        raise RequestError(f"content-type is {content_type!r}; JSON travels as utf-8")
+    for parameter in parameters.split(";"):
+        name, _, charset = parameter.strip().lower().partition("=")
+        if name == "charset" and charset.strip('"') not in ("utf-8", "utf8"):
+            raise RequestError(f"content-type is {content_type!r}; JSON travels as utf-8")
+
+
+def _check_content_encoding(encoding: str | None) -> None:
+    if encoding is not None and encoding.strip().lower() not in ("", "identity"):
+        raise RequestError(f"content-encoding is {encoding!r}; send the body as it is", status=415)

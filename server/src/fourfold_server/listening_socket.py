@@ -24,6 +24,8 @@ def listen(host: str, port: int) -> socket.socket:
         )
     except socket.gaierror as error:
         raise ConfigError(f"--host is {host!r}, which is no address of this machine: {error.strerror}") from error
+    except ValueError as error:  # a name that cannot be written in the DNS
+        raise ConfigError(f"--host is {host!r}, which is no host name; give an address such as 127.0.0.1") from error
     except OSError as error:
         # create_server puts the address into the text; the bare reason is enough beside ours.
         reason = os.strerror(error.errno) if error.errno else str(error)

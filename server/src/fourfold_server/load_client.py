@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from fourfold.errors import ConfigError, EngineError
+from fourfold.errors import EngineError
+from fourfold_server.client_errors import describe_answer, describe_connection
 
 _STREAM_LIMIT = 1 << 20
 
@@ -22,14 +23,15 @@ class Target:
     """A server, and how to talk to it."""
 
     url: str
+    """As ``read_url`` returns it."""
     api_key: str | None = None
     timeout: float = 600.0
     """Seconds for one request."""
 
-    def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"--url is {self.url!r}; such as http://127.0.0.1:8000")
+    @property
+    def secure(self) -> bool:
+        """Whether over TLS."""
+        return self.url.startswith("https:")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -57,7 +59,9 @@ async def complete_all(target: Target, bodies: Sequence[dict[str, Any]], concurr
                     await _complete(target, body, timing)
             except TimeoutError:
                 timing.error = f"no end of the answer within {target.timeout:g} s"
-            except (OSError, EngineError, asyncio.IncompleteReadError) as error:
+            except (OSError, asyncio.IncompleteReadError) as error:
+                timing.error = describe_connection(error, secure=target.secure)
+            except EngineError as error:
                 timing.error = str(error)
             timing.end = time.perf_counter()
             return timing
@@ -71,8 +75,13 @@ async def first_model(target: Target) -> str:
         async with asyncio.timeout(target.timeout), _request(target, "GET", "/v1/models", b"") as lines:
             text = b"".join([line async for line in lines])
         name: str = json.loads(text)["data"][0]["id"]
-    except (OSError, TimeoutError, ValueError, LookupError, asyncio.IncompleteReadError) as error:
-        raise EngineError(f"cannot learn the model from {target.url}: {error}; is a server there?") from error
+    except TimeoutError as error:
+        raise EngineError(f"cannot learn the model from {target.url}: no answer in {target.timeout:g} s") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise EngineError(f"{target.url}/v1/models lists no model; is it an OpenAI-compatible server?") from error
+    except (OSError, asyncio.IncompleteReadError) as error:
+        problem = describe_connection(error, secure=target.secure)
+        raise EngineError(f"cannot reach a server at {target.url}: {problem}") from error
     return name
 
 
@@ -97,7 +106,7 @@ async def _complete(target: Target, body: dict[str, Any], timing: Timing) -> Non
 async def _request(target: Target, method: str, path: str, body: bytes) -> AsyncIterator[AsyncIterator[bytes]]:
     """One request on a connection of its own; gives the lines of a reply with status 200."""
     parts = urlsplit(target.url)
-    secure = ssl.create_default_context() if parts.scheme == "https" else None
+    secure = ssl.create_default_context() if target.secure else None
     port = parts.port or (443 if secure else 80)
     reader, writer = await asyncio.open_connection(parts.hostname, port, limit=_STREAM_LIMIT, ssl=secure)
     try:
@@ -111,8 +120,7 @@ async def _request(target: Target, method: str, path: str, body: bytes) -> Async
         status, headers = await _read_head(reader)
         lines = _lines(_chunks(reader) if headers.get("transfer-encoding") == "chunked" else _whole(reader))
         if status != 200:
-            text = b"\n".join([line async for line in lines])
-            raise EngineError(f"status {status}: {text.decode(errors='replace')[:500]}")
+            raise EngineError(describe_answer(status, b"\n".join([line async for line in lines])))
         yield lines
     finally:
         writer.close()

@@ -58,7 +58,7 @@ def _inventory(registry: PluginRegistry, config: EngineConfig) -> dict[str, Any]
         }
         for origin in registry.manifest
     ]
-    return {"plugins": plugins, "broken": list(registry.warnings)}
+    return {"plugins": plugins, "broken": list(registry.warnings), "clashes": list(registry.clashes)}
 
 
 def _offer(offered: Offered, config: EngineConfig) -> dict[str, Any]:
@@ -91,6 +91,8 @@ def _print_inventory(console: Console, registry: PluginRegistry, config: EngineC
         console.print(table)
     for warning in registry.warnings:
         console.print(f"broken: {warning}")
+    for clash in registry.clashes:
+        console.print(f"clash: {clash}")
 
 
 def _print_explanations(console: Console, explanations: list[Explanation]) -> None:

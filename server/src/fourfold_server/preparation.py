@@ -143,4 +143,8 @@ def new_id(prefix: str) -> str:
 
 
 def _at_choice(asked: SamplingParams, max_tokens: int, seed: int, choice: int) -> SamplingParams:
-    return msgspec.structs.replace(asked, n=1, max_tokens=max_tokens, seed=choice_seed(seed, choice))
+    # What the context cuts off max_tokens, it cuts off min_tokens too.
+    min_tokens = min(asked.min_tokens, max_tokens)
+    return msgspec.structs.replace(
+        asked, n=1, max_tokens=max_tokens, min_tokens=min_tokens, seed=choice_seed(seed, choice)
+    )

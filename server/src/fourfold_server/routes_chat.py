@@ -50,7 +50,7 @@ def chat_router(state: ServerState) -> APIRouter:
 async def _chat(state: ServerState, request: Request) -> Response:
     arrival = time.monotonic()
     model = state.serving()
-    body = await read_json_object(request, state.text_pool)
+    body = await read_json_object(request, state)
     strict = state.config.strict_fields
     values, ignored = read_fields(CHAT_FIELDS, body.values, strict=strict)
     messages = read_messages(values["messages"], strict=strict, ignored=ignored)

@@ -46,7 +46,7 @@ def completions_router(state: ServerState) -> APIRouter:
 async def _complete(state: ServerState, request: Request) -> Response:
     arrival = time.monotonic()
     model = state.serving()
-    body = await read_json_object(request, state.text_pool)
+    body = await read_json_object(request, state)
     strict = state.config.strict_fields
     values, ignored = read_fields(COMPLETION_FIELDS, body.values, strict=strict)
     include_usage = read_stream_options(values, strict=strict, ignored=ignored)

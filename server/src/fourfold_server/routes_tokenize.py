@@ -90,7 +90,7 @@ async def _answer(
     work: Callable[[ServerState, ServedModel, dict[str, Any], bool, list[str]], msgspec.Struct],
 ) -> Response:
     model = state.serving()
-    body = await read_json_object(request, state.text_pool)
+    body = await read_json_object(request, state)
     strict = state.config.strict_fields
     values, ignored = read_fields(table, body.values, strict=strict)
     check_constants(body.constants)

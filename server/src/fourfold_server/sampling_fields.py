@@ -19,6 +19,7 @@ from fourfold_server.fields import (
     list_of,
     one_or_list_of,
     read_fields,
+    shown,
     without_effect,
     wrong_type,
 )
@@ -31,10 +32,10 @@ def _read_logit_bias(path: str, value: Any) -> dict[int, float]:
     for key, bias in value.items():
         digits = key.removeprefix("-")
         if not (digits.isascii() and digits.isdecimal() and len(digits) < 19 and str(int(key)) == key):
-            raise RequestError(f"{path} has the key {key!r}; keys are token ids in digits", parameter=path)
+            raise RequestError(f"{path} has the key {shown(key)}; keys are token ids in digits", parameter=path)
         # The parameter is the whole field: clients look for its name.
         if type(bias) not in (int, float) or not -100 <= bias <= 100:
-            raise RequestError(f"{path}[{key}] is {bias!r}; a number from -100 to 100 is needed", parameter=path)
+            raise RequestError(f"{path}[{key}] is {shown(bias)}; a number from -100 to 100 is needed", parameter=path)
         biases[int(key)] = float(bias)
     return biases
 
@@ -44,6 +45,15 @@ LOGIT_BIAS: Final = Kind(
     {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
 )
 
+
+def _read_top_k(path: str, value: Any) -> int:
+    count: int = INTEGER.read(path, value)
+    # Other servers say -1 for all.
+    return 0 if count == -1 else count
+
+
+TOP_K: Final = Kind(_read_top_k, INTEGER.schema)
+
 STREAM_OPTIONS: Final[Table] = {
     "include_usage": Field(kind=BOOLEAN, doc="Send one more chunk with the usage before the end.", default=False),
     "include_obfuscation": Field(kind=BOOLEAN, doc="Padding against traffic analysis.", only=(False,)),
@@ -52,7 +62,7 @@ STREAM_OPTIONS: Final[Table] = {
 SAMPLING: Final[Table] = {
     "temperature": Field(kind=NUMBER, doc="0 to 2; 0 is greedy.", default=1.0),
     "top_p": Field(kind=NUMBER, doc="Keep the smallest set of tokens whose probability reaches this.", default=1.0),
-    "top_k": Field(kind=INTEGER, doc="Keep this many likeliest tokens; 0 keeps all.", default=0),
+    "top_k": Field(kind=TOP_K, doc="Keep this many likeliest tokens; 0 and -1 keep all.", default=0),
     "min_p": Field(kind=NUMBER, doc="Drop tokens less likely than this share of the likeliest.", default=0.0),
     "presence_penalty": Field(kind=NUMBER, doc="-2 to 2; for tokens that are in the output.", default=0.0),
     "frequency_penalty": Field(kind=NUMBER, doc="-2 to 2; for each time a token is in the output.", default=0.0),
@@ -74,7 +84,7 @@ SAMPLING: Final[Table] = {
 }
 
 REQUEST: Final[Table] = {
-    "model": Field(kind=STRING, doc="name one of the models that /v1/models lists.", required=True),
+    "model": Field(kind=STRING, doc="one of the models that /v1/models lists.", required=True),
     "n": Field(kind=INTEGER, doc="Choices for each prompt.", default=1),
     "stream": Field(kind=BOOLEAN, doc="Whether to send server-sent events.", default=False),
     "stream_options": Field(kind=OBJECT, doc="With stream: include_usage."),

@@ -27,7 +27,7 @@ from fourfold_server.sampling_fields import REQUEST, SAMPLING
 from fourfold_server.usage import Usage
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
-_TOOLS: Final = "Tools are not supported yet."
+_TOOLS: Final = "Tools."
 
 
 def _read_content(path: str, value: Any) -> str:
@@ -66,10 +66,15 @@ CONTENT: Final = Kind(
     },
 )
 
+
+def _read_role(path: str, value: Any) -> str:
+    if value not in ROLES:
+        raise wrong_type(path, value, f"one of {', '.join(ROLES)} is needed")
+    return str(value)
+
+
 MESSAGE_FIELDS: Final[Table] = {
-    "role": Field(
-        kind=Kind(STRING.read, {"enum": list(ROLES)}), doc=f"one of {', '.join(ROLES)}.", required=True, only=ROLES
-    ),
+    "role": Field(kind=Kind(_read_role, {"enum": list(ROLES)}), doc=f"one of {', '.join(ROLES)}.", required=True),
     "content": Field(kind=CONTENT, doc="Text."),
     "name": Field(kind=STRING, doc="Who speaks; templates may show it."),
     "tool_call_id": Field(kind=STRING, doc="With role tool: the call that is answered."),
@@ -114,7 +119,7 @@ def read_messages(messages: list[Any], *, strict: bool, ignored: list[str]) -> l
 
 
 TEMPLATE_FIELDS: Final[Table] = {
-    "messages": Field(kind=MESSAGES, doc="the conversation so far.", required=True),
+    "messages": Field(kind=MESSAGES, doc="the conversation so far, a list of messages.", required=True),
     "add_generation_prompt": Field(
         kind=BOOLEAN, doc="Whether the prompt ends with the start of an answer; default true."
     ),

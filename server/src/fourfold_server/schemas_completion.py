@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from fourfold.errors import RequestError
 from fourfold.sampling_params import MAX_LOGPROBS
-from fourfold_server.fields import BOOLEAN, INTEGER, STRING, Field, Kind, Table, refused, wrong_type
+from fourfold_server.fields import BOOLEAN, INTEGER, STRING, Field, Kind, Table, refused, shown, wrong_type
 from fourfold_server.sampling_fields import REQUEST, SAMPLING
 from fourfold_server.usage import Usage
 
@@ -28,7 +28,10 @@ def _read_prompts(path: str, value: Any) -> list[str] | list[list[int]]:
         return [_read_token_ids(path, item, f"prompt {index}") for index, item in enumerate(value)]
     for index, item in enumerate(value):
         if not isinstance(item, str):
-            raise RequestError(f"{path}[{index}] is no string, unlike those before it", parameter=path)
+            raise RequestError(
+                f"{path}[{index}] is {shown(item)}; a list is all strings, all token ids, or all lists of them",
+                parameter=path,
+            )
         try:
             STRING.read(f"{path}[{index}]", item)
         except RequestError as error:
@@ -36,15 +39,15 @@ def _read_prompts(path: str, value: Any) -> list[str] | list[list[int]]:
     return value
 
 
-def _read_token_ids(path: str, value: Any, shown: str = "") -> list[int]:
-    shown = shown or path
+def _read_token_ids(path: str, value: Any, place: str = "") -> list[int]:
+    place = place or path
     if not isinstance(value, list):
-        raise RequestError(f"{shown} is no list of token ids", parameter=path)
+        raise RequestError(f"{place} is no list of token ids", parameter=path)
     if not value:
-        raise RequestError(f"{shown} is an empty list; it needs at least one token", parameter=path)
+        raise RequestError(f"{place} is an empty list; it needs at least one token", parameter=path)
     wrong = next((item for item in value if type(item) is not int), None)
     if wrong is not None or None in value:
-        raise RequestError(f"{shown} has {wrong!r}, which is no token id", parameter=path)
+        raise RequestError(f"{place} has {shown(wrong)}, which is no token id", parameter=path)
     return value
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import resource
 import signal
 import ssl
 import time
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from fourfold_server.supervisor import Failure
 
 logger = logging.getLogger(__name__)
+
+MIN_OPEN_FILES = 64
+"""Descriptors for sockets, pipes and mapped files of this process or of an engine, with some for connections."""
 
 
 def build_command() -> click.Command:
@@ -72,6 +77,7 @@ def serve(
     from fourfold_server.listening_socket import listen
 
     name_process("api_server", log_level=server_config.log_level)
+    _raise_open_file_limit()
     for warning in registry.warnings:
         logger.warning("%s", warning)
     config = _check_config(config, registry)
@@ -120,8 +126,9 @@ class _Launch:
         table = ProcessTable(self.run_directory, self.config.parallel)
         listener = LoopListener(loop)
         if self.parent is None:
-            for signum in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(signum, listener.end_requested)
+            for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                if signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup has it, and shells with jobs behind &
+                    loop.add_signal_handler(signum, listener.end_requested)
         else:
             self.parent.on_stop(listener.end_requested)
         supervisor = EngineSupervisor(
@@ -179,6 +186,16 @@ def _check_config(config: EngineConfig, registry: PluginRegistry) -> EngineConfi
     logger.info("%s", "; ".join(resolved.reasons))
     describe_checkpoint(config.model, registry, NoProgress())
     return resolved.config
+
+
+def _raise_open_file_limit() -> None:
+    """Every connection takes a descriptor, and shells give few of those that a process may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # refused in some sandboxes; what there is may do
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES:
+        raise ConfigError(f"the limit of open files is {soft} (ulimit -n); {MIN_OPEN_FILES} or more")
 
 
 def _check_certificate(config: ServerConfig) -> None:

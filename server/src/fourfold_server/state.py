@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,15 +31,23 @@ class ServerState:
     model: ServedModel | None = None
     """None while it loads."""
     draining: bool = False
-    """Set at SIGTERM: no new requests."""
+    """Set at SIGTERM, by ``start_draining``: no new requests."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix seconds."""
     metrics: Metrics = field(init=False)
     text_pool: TextPool = field(init=False)
+    body_timeouts: set[asyncio.Timeout] = field(default_factory=set)
+    """Of the requests whose bodies are not whole yet."""
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.client, self.served_names[0])
         self.text_pool = TextPool()
+
+    def start_draining(self) -> None:
+        """Take no new requests, those whose bodies are not whole included. Twice is harmless."""
+        self.draining = True
+        for timeout in self.body_timeouts:
+            timeout.reschedule(asyncio.get_running_loop().time())
 
     def unready_reason(self) -> str | None:
         """Why no request is taken now; None: they are."""

@@ -16,12 +16,16 @@ from pathlib import Path
 from fourfold.errors import CheckpointError
 
 _LOCK_TIMEOUT = 600.0
+_HINT = "set XDG_CACHE_HOME to a folder that can be written"
 
 
 def default_cache_folder() -> str:
-    """``$XDG_CACHE_HOME/fourfold/models``, or the same under ``~/.cache``."""
+    """``$XDG_CACHE_HOME/fourfold/models``, or the same under ``~/.cache``. Raises CheckpointError without a home."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return str(Path(base).expanduser() / "fourfold" / "models")
+    try:
+        return str(Path(base).expanduser() / "fourfold" / "models")
+    except RuntimeError as error:  # no HOME, and a user id without a name, as in a container
+        raise CheckpointError(f"there is no folder for converted models: {error}; {_HINT}") from error
 
 
 def converted_folder(cache: Path, source: Path, version: int) -> Path:
@@ -55,8 +59,9 @@ def make_once(folder: Path, fill: Callable[[Path], None], *, timeout: float = _L
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
     except OSError as error:
-        hint = "; free some space or set XDG_CACHE_HOME to another disk" if error.errno == errno.ENOSPC else ""
-        raise CheckpointError(f"the converted model cannot be kept in {folder}: {error}{hint}") from error
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        hint = "free some space, or set XDG_CACHE_HOME to another disk" if full else _HINT
+        raise CheckpointError(f"the converted model cannot be kept in {folder}: {error}; {hint}") from error
     return folder
 
 

@@ -28,6 +28,8 @@ class EmbeddedSource:
         """The .gguf file of the package."""
         if model != NAME:
             return None
+        if revision is not None:
+            raise CheckpointError(f"--revision is {revision!r}, but {NAME!r} comes with a package and has one version")
         spec = importlib.util.find_spec(_MODULE)
         if spec is None or not spec.submodule_search_locations:
             raise CheckpointError(f"model {NAME!r} comes with a package that is not installed; {_INSTALL}")

@@ -136,7 +136,14 @@ def _convert_tensor(file: GgufFile, tensor: GgufTensor, rule: TensorRule, writer
 
 
 def _file_of(path: Path) -> Path:
-    return path if path.suffix == ".gguf" else next(path.glob("*.gguf"))
+    if path.is_file():
+        return path
+    files = sorted(path.glob("*.gguf"))
+    if not files:
+        raise CheckpointError(f"{path} has no .gguf file; name one, or leave out --load-format gguf")
+    if len(files) > 1:
+        raise CheckpointError(f"{path} holds {len(files)} .gguf files; name one of them")
+    return files[0]
 
 
 @contextmanager

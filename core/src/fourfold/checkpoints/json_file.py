@@ -15,8 +15,10 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no JSON: {error}; fetch or convert the model again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds {type(value).__name__}; a JSON object")
     return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,8 +22,12 @@ class LocalSource:
 
     def locate(self, model: str, *, revision: str | None, progress: Progress, config_only: bool = False) -> Path | None:
         """A path that exists; one that only looks like a path is an error here, not another source's."""
-        path = Path(model).expanduser()
-        if path.exists():
+        try:
+            path = Path(model).expanduser()
+            exists = path.exists()
+        except (OSError, RuntimeError) as error:  # a name too long, a folder that is closed to us, no such user
+            raise CheckpointError(f"{model!r} cannot be looked up: {error}") from error
+        if exists:
             if revision is not None:
                 raise CheckpointError(f"--revision is {revision!r}, but {model!r} is a local path, which has none")
             return path.absolute()
@@ -32,6 +37,7 @@ class LocalSource:
 
     def names(self) -> Iterable[str]:
         """Model folders and .gguf files of the working folder."""
-        for path in sorted(Path().iterdir()):
-            if path.suffix == ".gguf" or (path / "config.json").is_file():
-                yield path.name
+        with suppress(OSError):  # a working folder that is gone or closed to us only makes no suggestions
+            for path in sorted(Path().iterdir()):
+                if path.suffix == ".gguf" or (path / "config.json").is_file():
+                    yield path.name

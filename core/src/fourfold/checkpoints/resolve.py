@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fourfold.checkpoints.conversion_cache import default_cache_folder
 from fourfold.entries import CheckpointContext
-from fourfold.errors import CheckpointError, ConfigError
+from fourfold.errors import CheckpointError, ConfigError, FourfoldError, PluginError
 
 if TYPE_CHECKING:
     from fourfold.checkpoints.progress import Progress
@@ -102,20 +103,35 @@ def _locate(
     config: ModelConfig, registry: PluginRegistry, context: CheckpointContext, progress: Progress, *, config_only: bool
 ) -> Path:
     entries = sorted(registry.checkpoint_sources().values(), key=lambda entry: (entry.order, entry.name))
-    sources = [entry.build(context) for entry in entries]
-    for source in sources:
-        path = source.locate(config.model, revision=config.revision, progress=progress, config_only=config_only)
+    sources = []
+    for entry in entries:
+        with _blame(f"checkpoint source {entry.name!r}"):
+            sources.append(entry.build(context))
+    for entry, source in zip(entries, sources, strict=True):
+        with _blame(f"checkpoint source {entry.name!r}"):
+            path = source.locate(config.model, revision=config.revision, progress=progress, config_only=config_only)
         if path is not None:
             return path
     raise CheckpointError(_unknown_model(config.model, entries, sources))
+
+
+@contextmanager
+def _blame(part: str) -> Iterator[None]:
+    """Name the part of a plugin that breaks; what it refuses on purpose passes."""
+    try:
+        yield
+    except FourfoldError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{part} raised {type(error).__name__}: {error}; repair or uninstall its plugin") from error
 
 
 def _unknown_model(model: str, entries: list[CheckpointSourceEntry], sources: list[CheckpointSource]) -> str:
     known = [name for source in sources for name in source.names()]
     close = difflib.get_close_matches(model, known, n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
-    expected = "; ".join(f"{entry.name}: {entry.summary}" for entry in entries)
-    return f"no model called {model!r}{hint}; models come from {expected}"
+    expected = "".join(f"\n  {entry.name}: {entry.summary}" for entry in entries)
+    return f"no model called {model!r}{hint}\nmodels come from{expected}"
 
 
 def _format(config: ModelConfig, registry: PluginRegistry, context: CheckpointContext, path: Path) -> CheckpointFormat:
@@ -125,11 +141,13 @@ def _format(config: ModelConfig, registry: PluginRegistry, context: CheckpointCo
             close = difflib.get_close_matches(config.load_format, entries, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ConfigError(f"no load format called {config.load_format!r}{hint}; there are {', '.join(entries)}")
-        return entries[config.load_format].build(context)
+        with _blame(f"checkpoint format {config.load_format!r}"):
+            return entries[config.load_format].build(context)
     for entry in entries.values():
-        chosen = entry.build(context)
-        if chosen.recognizes(path):
-            return chosen
+        with _blame(f"checkpoint format {entry.name!r}"):
+            chosen = entry.build(context)
+            if chosen.recognizes(path):
+                return chosen
     raise CheckpointError(_unrecognized(path, entries))
 
 
@@ -139,4 +157,10 @@ def _unrecognized(path: Path, entries: Mapping[str, CheckpointFormatEntry]) -> s
         return f"{path} holds pickled weights (*.bin), which are not read; convert them to safetensors"
     if path.is_dir() and any(path.glob("*.gguf")):
         return f"{path} holds several .gguf files; name one of them"
+    if path.suffix == ".safetensors" and path.is_file():
+        return f"{path} is a file of weights alone; name the folder that holds it and config.json"
+    if (path / "config.json").is_file():
+        return f"{path} has a config.json and no weights beside it; fetch or convert them, or use --load-format dummy"
+    if path.is_dir() and any(path.glob("*.safetensors")):
+        return f"{path} has weights and no config.json; fetch the model's config.json too"
     return f"{path} is of no format that is read; formats: {formats}"

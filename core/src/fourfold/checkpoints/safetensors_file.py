@@ -11,6 +11,8 @@ import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +51,7 @@ def read_header(path: Path) -> dict[str, TensorPlace]:
             header = json.loads(file.read(length))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} has a corrupt header: {error}") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{path} has a corrupt header: no JSON object")
@@ -58,20 +60,28 @@ def read_header(path: Path) -> dict[str, TensorPlace]:
     for name, entry in header.items():
         if name != "__metadata__":
             places[name] = _place(path, name, entry, data, size)
+    _check_apart(path, places)
     return places
+
+
+def _check_apart(path: Path, places: Mapping[str, TensorPlace]) -> None:
+    in_order = sorted(places.items(), key=lambda item: (item[1].start, item[1].stop))
+    for (first, place), (second, following) in pairwise(in_order):
+        if following.start < place.stop:
+            raise CheckpointError(f"{path} has a corrupt header: tensors {first} and {second} overlap")
 
 
 def _place(path: Path, name: str, entry: Any, data: int, size: int) -> TensorPlace:
     try:
-        dtype, shape = str(entry["dtype"]), tuple(int(extent) for extent in entry["shape"])
-        start, stop = (int(offset) + data for offset in entry["data_offsets"])
+        dtype, shape = str(entry["dtype"]), tuple(index(extent) for extent in entry["shape"])
+        start, stop = (index(offset) + data for offset in entry["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} has a corrupt header entry for tensor {name}: {error!r}") from error
     if dtype not in _ITEM_SIZES:
         raise CheckpointError(
             f"{path}: tensor {name} has dtype {dtype}; supported: {', '.join(_ITEM_SIZES)} (no quantised weights)"
         )
-    if not data <= start <= stop or stop - start != math.prod(shape) * _ITEM_SIZES[dtype]:
+    if min(shape, default=0) < 0 or not data <= start <= stop or stop - start != math.prod(shape) * _ITEM_SIZES[dtype]:
         raise CheckpointError(f"{path}: tensor {name} of shape {list(shape)} claims bytes {start} to {stop}")
     if stop > size:
         raise CheckpointError(

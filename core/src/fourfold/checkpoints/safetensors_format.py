@@ -32,11 +32,17 @@ class SafetensorsFormat:
         return (path / "config.json").is_file() and bool((path / INDEX).is_file() or any(path.glob("*.safetensors")))
 
     def read_config(self, path: Path) -> Mapping[str, Any]:
-        """config.json."""
+        """config.json; a look at what a model is may come before its weights do."""
+        if not path.is_dir():
+            raise CheckpointError(f"{path} is a file; name the folder that holds config.json and the weights")
+        if not (path / "config.json").is_file():
+            raise CheckpointError(f"{path} has no config.json; name a folder with config.json and *.safetensors")
         return read_json(path / "config.json")
 
     def prepare(self, path: Path, *, progress: Progress) -> Path:
-        """The folder itself."""
+        """The folder itself, unless its weights are missing."""
+        if not self.recognizes(path):
+            raise CheckpointError(f"{path} has a config.json and no *.safetensors; fetch or convert the weights")
         return path
 
     @contextmanager

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -51,10 +52,13 @@ class LLM:
         self.tokenizer = self._text.tokenizer
         self._events = registry.events
         built = build_engine(self.config, registry)
+        self.vocabulary_size = self._text.vocabulary_size
+        """Token ids are 0 to this, exclusive."""
         self._core: EngineCore | None = built.core
         self._ready = built.ready
         self._seeds = random.Random(self.config.model.seed)
         self._serial = itertools.count()
+        self._pid = os.getpid()
         self._events.engine_started(self._ready)
 
     def __enter__(self) -> Self:
@@ -68,7 +72,7 @@ class LLM:
     def close(self) -> None:
         """End the engine and its ranks. Twice is harmless."""
         core, self._core = self._core, None
-        if core is not None:
+        if core is not None and os.getpid() == self._pid:  # a fork's copy is not the fork's to end
             try:
                 core.shutdown()
             finally:
@@ -101,6 +105,8 @@ class LLM:
         template = self._text.chat_template
         if template is None:
             raise RequestError("the model has no chat template; pass chat_template=FILE", parameter="messages")
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise RequestError("messages must be a list of messages, or of conversations", parameter="messages")
         conversations: list[Any] = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         encoded = [
             template.encode(
@@ -121,7 +127,16 @@ class LLM:
                 raise RequestError(f"prompt {place} needs one of prompt and prompt_token_ids", parameter="prompt")
             text = prompt[known[0]]
         if isinstance(text, str):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise RequestError(f"prompt {place} is no Unicode text: {error}", parameter="prompt") from error
             return _Encoded(text, self.tokenizer.encode(text))
+        if not isinstance(text, Sequence) or isinstance(text, bytes | bytearray | memoryview):
+            raise RequestError(
+                f"prompt {place} is of type {type(text).__name__}; text, token ids, or a mapping with one of them",
+                parameter="prompt",
+            )
         token_ids = list(text)
         if not all(type(token_id) is int for token_id in token_ids):
             raise RequestError(f"prompt {place} has an item that is no token id", parameter="prompt")
@@ -132,6 +147,9 @@ class LLM:
     ) -> list[RequestResult]:
         if self._core is None:
             raise ExecutorClosed("this LLM is closed; build another one")
+        if os.getpid() != self._pid:
+            # Threads and locks of torch do not live on in a fork: the first step would wait for ever.
+            raise EngineError(f"this LLM belongs to process {self._pid}, and this is a fork of it; build one here")
         several = _params_of(params, len(prompts))
         choices = [
             choice
@@ -262,6 +280,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt is a list of one; a list of integers is one prompt of token ids."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
+        raise RequestError(f"prompts are of type {type(prompts).__name__}; a prompt or a list", parameter="prompt")
     several: list[Any] = list(prompts)
     return [several] if several and isinstance(several[0], int) else several
 
@@ -269,6 +289,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _params_of(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
+    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+        raise RequestError("params must be SamplingParams, or a list of them", parameter="params")
     if len(params) != num_prompts:
         raise RequestError(f"there are {num_prompts} prompts and {len(params)} params; pass one, or one each")
     return params

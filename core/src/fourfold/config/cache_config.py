@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from fourfold.errors import ConfigError
+
+MAX_BLOCKS: Final = 2**31 - 1
+"""Of one pool: block tables hold 32-bit numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,5 +33,5 @@ class CacheConfig:
             raise ConfigError(f"--kv-cache-memory is {self.kv_cache_memory}; a number of bytes above 0")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"--gpu-memory-utilization is {self.gpu_memory_utilization}; above 0, up to 1")
-        if self.num_blocks is not None and self.num_blocks < 2:
-            raise ConfigError(f"--num-blocks is {self.num_blocks}; 2 or more")
+        if self.num_blocks is not None and not 2 <= self.num_blocks <= MAX_BLOCKS:
+            raise ConfigError(f"--num-blocks is {self.num_blocks}; from 2 to {MAX_BLOCKS}")

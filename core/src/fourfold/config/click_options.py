@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 
 import click
 
-from fourfold.config.option_values import split_optional
+from fourfold.config.option_values import is_list, split_optional
 from fourfold.config.options import Option, OptionSet
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -54,7 +54,7 @@ class _Drawn(click.Option):
             [*names, option.name],
             default=None,
             type=bool if accepted is bool else str,
-            multiple=typing.get_origin(accepted) is tuple,
+            multiple=is_list(accepted),
             metavar=_metavar(accepted, is_size=option.is_size),
             help=_help(option),
         )
@@ -75,13 +75,15 @@ def _metavar(accepted: Any, *, is_size: bool) -> str | None:
         return None
     if typing.get_origin(accepted) is Literal:
         return "[" + "|".join(map(str, typing.get_args(accepted))) + "]"
-    if typing.get_origin(accepted) is tuple:
-        return "TEXT"
+    if is_list(accepted):
+        return "TEXT,..."
     return "BYTES" if is_size else {int: "N", float: "NUMBER"}.get(accepted, "TEXT")
 
 
 def _help(option: Option) -> str:
-    if option.default in (None, ()):
+    if is_list(option.annotation):
+        return f"{option.help} Put commas between several, or repeat the option."
+    if option.default is None:
         return option.help
     default = {True: "on", False: "off"}[option.default] if isinstance(option.default, bool) else option.default
     return f"{option.help} [default: {default}]"

@@ -37,6 +37,13 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("the model is an empty string; name a model, a folder or a .gguf file")
+        for option, texts in (
+            ("--served-model-name", self.served_model_name),
+            ("--revision", (self.revision,)),
+            ("--chat-template", (self.chat_template,)),
+        ):
+            if any(text is not None and not text.strip() for text in texts):
+                raise ConfigError(f"{option} is empty; give a value, or leave the option out")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError(f"--max-model-len is {self.max_model_len}; 2 or more")
         if not 0 <= self.seed < 2**63:

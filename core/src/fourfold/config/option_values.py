@@ -41,7 +41,7 @@ def parse_value(annotation: Any, value: object, *, is_size: bool = False) -> Any
     if origin is Literal:
         return _parse_choice(typing.get_args(accepted), value)
     if origin is tuple:
-        items = value.split(",") if isinstance(value, str) else value
+        items = split_list(value) if isinstance(value, str) else value
         if not isinstance(items, (list, tuple)):
             raise ValueRefusedError(f"takes {describe(annotation)}")
         return tuple(parse_value(typing.get_args(accepted)[0], item) for item in items)
@@ -51,9 +51,20 @@ def parse_value(annotation: Any, value: object, *, is_size: bool = False) -> Any
         return _parse_size(value)
     if accepted in (int, float):
         return _parse_number(accepted, value)
-    if not isinstance(value, (str, accepted)):
+    if not isinstance(value, (str, accepted)) or (accepted is Path and value == ""):  # Path("") is the current folder
         raise ValueRefusedError(f"takes {describe(annotation)}")
+    _check_text(str(value))
     return accepted(value)
+
+
+def split_list(text: str) -> list[str]:
+    """The items of a list that was typed as one text."""
+    return [item.strip() for item in text.split(",")]
+
+
+def is_list(annotation: Any) -> bool:
+    """Whether an option takes several values."""
+    return typing.get_origin(split_optional(annotation)[0]) is tuple
 
 
 def split_optional(annotation: Any) -> tuple[Any, bool]:
@@ -97,6 +108,16 @@ def field_types(owner: type[Any]) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(owner)}
 
 
+def _check_text(text: str) -> None:
+    """Refuse what no configuration file, HTTP header or log can carry."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueRefusedError("takes text that is UTF-8") from error
+    if "\0" in text:
+        raise ValueRefusedError("takes text without null characters")
+
+
 def _parse_choice(choices: tuple[Any, ...], value: object) -> Any:
     for choice in choices:
         if value == choice or (isinstance(value, str) and value == str(choice)):
@@ -122,6 +143,13 @@ def _parse_number(kind: type[int] | type[float], value: object) -> float:
     lost = isinstance(value, float) and number != value
     if lost or (isinstance(number, float) and not math.isfinite(number)):
         raise ValueRefusedError(f"takes {describe(kind)}")
+    return _checked_width(number)
+
+
+def _checked_width(number: float) -> float:
+    # Configs travel between processes, and so do counts in messages, as 64-bit integers.
+    if isinstance(number, int) and not -(2**63) <= number < 2**63:
+        raise ValueRefusedError("takes a whole number below 2**63")
     return number
 
 
@@ -129,4 +157,5 @@ def _parse_size(text: str) -> int:
     matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     if matched is None or matched[2] not in _UNITS:
         raise ValueRefusedError(f"takes {describe(int, is_size=True)}")
-    return int(float(matched[1]) * _UNITS[matched[2]]) if "." in matched[1] else int(matched[1]) * _UNITS[matched[2]]
+    unit = _UNITS[matched[2]]
+    return int(_checked_width(int(float(matched[1]) * unit) if "." in matched[1] else int(matched[1]) * unit))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +16,11 @@ from typing import Any, Final, TypeVar
 
 from fourfold.config.engine_config import EngineConfig
 from fourfold.config.field_docs import field_docs
-from fourfold.config.option_values import ValueRefusedError, field_types, parse_value
+from fourfold.config.option_values import ValueRefusedError, field_types, is_list, parse_value, split_list
 from fourfold.errors import ConfigError, PluginError
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 ENVIRONMENT_PREFIX: Final = "FOURFOLD_"
 COMMAND_LINE: Final = "the command line"
 ARGUMENT: Final = "an argument"
@@ -94,18 +96,22 @@ class OptionSet:
     ) -> dict[str, Setting]:
         """Merge what was set: command line, then environment, then ``file`` (YAML), each by option name.
 
-        A value of None, and an empty list, in ``given`` means that the option was not on the command line. Without
-        ``file``, FOURFOLD_CONFIG may name one. Raises ConfigError naming option, value and source.
+        A value of None, and an empty tuple, in ``given`` means that the option was not on the command line; a tuple
+        has one text for each time that it was, with commas between items. Without ``file``, FOURFOLD_CONFIG may name
+        one. Raises ConfigError naming option, value and source.
         """
         environment = os.environ if environment is None else environment
         file = file or (Path(path) if (path := environment.get(ENVIRONMENT_PREFIX + "CONFIG")) else None)
         merged = self._from_file(file) if file else {}
+        self._warn_of_misspelt(environment)
         for option in self.options.values():
             if option.variable in environment:
                 merged[option.name] = option.parse(environment[option.variable], option.variable)
-        return merged | self.parse(
-            {name: value for name, value in given.items() if value is not None and value != ()}, COMMAND_LINE
-        )
+        typed = {name: value for name, value in given.items() if value is not None and value != ()}
+        for name, value in typed.items():
+            if isinstance(value, tuple) and is_list(self._option(name, COMMAND_LINE).annotation):
+                typed[name] = tuple(item for text in value for item in split_list(text))
+        return merged | self.parse(typed, COMMAND_LINE)
 
     def parse(self, values: Mapping[str, object], source: str) -> dict[str, Setting]:
         """Check ``values`` by option name; unknown names are refused with a suggestion."""
@@ -132,10 +138,11 @@ class OptionSet:
                 continue
             name = prefix + field.name
             if name in self.options:
-                other = self.options[name].owner.__qualname__
+                other = self.options[name]
                 raise PluginError(
-                    f"{owner.__qualname__}.{field.name} and {other} both make the option "
-                    f"--{name.replace('_', '-')}; rename one field"
+                    f"{owner.__qualname__}.{field.name} ({section}) and {other.owner.__qualname__}.{other.field} "
+                    f"({other.section}) both make the option --{name.replace('_', '-')}; rename one field, "
+                    "or uninstall the plugin"
                 )
             factory = field.default_factory
             self.options[name] = Option(
@@ -148,6 +155,15 @@ class OptionSet:
                 help=docs.get(field.name, ""),
             )
 
+    def _warn_of_misspelt(self, environment: Mapping[str, str]) -> None:
+        """Only a warning, and only for what is almost an option: others may use the prefix, as Kubernetes does."""
+        variables = {option.variable for option in self.options.values()} | {ENVIRONMENT_PREFIX + "CONFIG"}
+        for variable in sorted(environment):
+            if variable.startswith(ENVIRONMENT_PREFIX) and variable not in variables:
+                close = difflib.get_close_matches(variable, variables, n=1, cutoff=0.85)
+                if close:
+                    _log.warning("the variable %s is no option and has no effect; did you mean %s?", variable, close[0])
+
     def _option(self, name: str, source: str) -> Option:
         if name in self.options:
             return self.options[name]
@@ -158,11 +174,13 @@ class OptionSet:
     def _from_file(self, file: Path) -> dict[str, Setting]:
         import yaml  # only who uses a file pays for the reader
 
+        from fourfold.config.yaml_mapping import load_yaml
+
         try:
-            content = yaml.safe_load(file.read_text(encoding="utf-8"))
+            content = load_yaml(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--config {str(file)!r} cannot be read: {error}") from error
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, RecursionError) as error:
             raise ConfigError(f"--config {str(file)!r} is no YAML: {' '.join(str(error).split())}") from error
         if content is None:
             return {}
@@ -170,13 +188,28 @@ class OptionSet:
             raise ConfigError(
                 f"--config {str(file)!r} holds a {type(content).__name__}; write one 'option: value' a line"
             )
-        return self.parse({str(key).replace("-", "_"): value for key, value in content.items()}, str(file))
+        values: dict[str, object] = {}
+        for key, value in content.items():
+            name = str(key).replace("-", "_")
+            if isinstance(value, dict):
+                inner = next(iter(value), "max_num_seqs")
+                raise ConfigError(
+                    f"--config {str(file)!r} has a section {str(key)!r}; options stand at the top, without sections, "
+                    f"as in '{inner}: ...'"
+                )
+            if name in values:
+                raise ConfigError(f"--config {str(file)!r} has {name!r} twice, with - and with _; remove one")
+            values[name] = value
+        return self.parse(values, str(file))
 
     def _construct(self, owner: type[T], settings: Mapping[str, Setting], parts: Mapping[str, Any] | None = None) -> T:
         mine = {option.name: option for option in self.options.values() if option.owner is owner}
         values = {mine[name].field: setting.value for name, setting in settings.items() if name in mine}
         try:
             return owner(**values, **(parts or {}))
+        except (ValueError, TypeError) as error:  # from a plugin's settings; core's own raise ConfigError
+            plugin = next(iter(mine.values())).section
+            raise ConfigError(f"the settings of plugin {plugin!r} are refused: {error}") from error
         except ConfigError as error:
             sources = sorted(
                 f"{mine[name].flag} is from {setting.source}"

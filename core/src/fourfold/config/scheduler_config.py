@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from fourfold.errors import ConfigError
+
+_LIMITS: Final[Mapping[str, int]] = {
+    "max_num_seqs": 1 << 16,
+    "max_num_batched_tokens": 1 << 20,
+    "max_num_waiting": 1 << 24,
+    "max_in_flight": 64,
+}
+"""Far beyond what helps: each costs memory, and a slip of the keyboard must not look for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,16 +31,15 @@ class SchedulerConfig:
     """Steps in the air at once; default: what the executor asks for."""
 
     def __post_init__(self) -> None:
-        for name, low in (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("max_num_waiting", 1)):
-            if getattr(self, name) < low:
-                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; {low} or more")
+        for name, high in _LIMITS.items():
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= high:
+                raise ConfigError(f"--{name.replace('_', '-')} is {value}; from 1 to {high}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"--max-num-batched-tokens is {self.max_num_batched_tokens}, less than --max-num-seqs "
                 f"({self.max_num_seqs}); a step must hold one token of every running request"
             )
-        if self.max_in_flight is not None and self.max_in_flight < 1:
-            raise ConfigError(f"--max-in-flight is {self.max_in_flight}; 1 or more")
 
     @property
     def num_slots(self) -> int:

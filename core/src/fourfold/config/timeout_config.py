@@ -23,4 +23,7 @@ class TimeoutConfig:
     def __post_init__(self) -> None:
         for name in ("startup_timeout", "rpc_timeout", "stall_timeout", "drain_timeout"):
             if not 0 < getattr(self, name) < 1e9 and not (name == "drain_timeout" and self.drain_timeout == 0):
-                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; seconds above 0")
+                bound = "0 or more" if name == "drain_timeout" else "above 0"
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is {getattr(self, name):g}; seconds {bound}, and below 1e9"
+                )

@@ -12,7 +12,7 @@ from fourfold.engine.cache_plan import plan_cache
 from fourfold.engine.engine_core import EngineCore
 from fourfold.engine.executor_client import ExecutorClient
 from fourfold.entries import ExecutorContext, SchedulerContext
-from fourfold.errors import EngineError, WorkerError
+from fourfold.errors import CheckpointError, ConfigError, EngineError, FourfoldError, PluginError, WorkerError
 from fourfold.messages import EngineReady
 from fourfold.plugins import PluginRegistry
 from fourfold.selection import select
@@ -56,6 +56,9 @@ def build_engine(config: EngineConfig, registry: PluginRegistry, *, dp_rank: int
             policy=scheduler.entry.build(SchedulerContext(config=config)),
             events=registry.events,
         )
+    except WorkerError as error:
+        _shut_down(client)
+        raise _refusal(error, num_ranks=context.layout.engine_world_size) or error from error
     except BaseException:
         _shut_down(client)
         raise
@@ -71,6 +74,16 @@ def build_engine(config: EngineConfig, registry: PluginRegistry, *, dp_rank: int
         backends={"executor": executor.entry.name, "scheduler": scheduler.entry.name, **workers[0].backends},
     )
     return BuiltEngine(core=core, ready=ready)
+
+
+def _refusal(error: WorkerError, *, num_ranks: int) -> FourfoldError | None:
+    """The error of a rank as what it is, if the user can change what is wrong; it travelled by the name of its type."""
+    kind = next(
+        (kind for kind in (ConfigError, CheckpointError, PluginError) if kind.__name__ == error.type_name), None
+    )
+    if kind is None:
+        return None
+    return kind(error.message if num_ranks == 1 else f"rank {error.rank}: {error.message}")
 
 
 def _tell_lost(registry: PluginRegistry, error: EngineError) -> None:

@@ -28,7 +28,8 @@ class CachePlan:
 def plan_cache(workers: Sequence[WorkerInfo], config: CacheConfig, *, max_model_len: int) -> CachePlan:
     """Size the cache by the rank with the fewest blocks; ``--num-blocks`` and ``--kv-cache-memory`` go first.
 
-    Raises ConfigError when one request of ``max_model_len`` tokens would not fit.
+    Raises ConfigError when one request of ``max_model_len`` tokens would not fit, and for a cache that is larger than a
+    rank's memory.
     """
     specs = {
         info.rank: {layer: msgspec.convert(spec, KVCacheSpec) for layer, spec in info.kv_cache_specs.items()}
@@ -45,6 +46,8 @@ def plan_cache(workers: Sequence[WorkerInfo], config: CacheConfig, *, max_model_
             if block_bytes[info.rank]
         )
     fullest = max(block_bytes.values())
+    for info in workers:
+        _check_memory(info, num_blocks * block_bytes[info.rank])
     cache = KVCacheConfig(groups=groups, num_blocks=num_blocks)
     _check_one_fits(cache, max_model_len, fullest)
     return CachePlan(
@@ -76,12 +79,22 @@ def _group_layers(ranks: Iterable[Mapping[int, KVCacheSpec]]) -> tuple[KVCacheGr
     )
 
 
+def _check_memory(info: WorkerInfo, wanted: int) -> None:
+    # Pages take memory only once they are touched: without this, the kernel would end the process in the middle.
+    if info.memory_bytes is not None and wanted > info.memory_bytes:
+        raise ConfigError(
+            f"the KV cache would take {wanted} bytes, and rank {info.rank} has {info.memory_bytes} bytes of memory on "
+            f"{info.device}; lower --kv-cache-memory or --num-blocks"
+        )
+
+
 def _check_one_fits(cache: KVCacheConfig, max_model_len: int, block_bytes: int) -> None:
     capacity = request_capacity(cache) if cache.num_blocks > 1 else 0
     if capacity is None or capacity >= max_model_len:
         return
     needed = blocks_for(cache.groups, max_model_len)
+    shorter = f", or --max-model-len {capacity} or less" if capacity >= 2 else ""
     raise ConfigError(
         f"a request of {max_model_len} tokens needs {needed} KV cache blocks and there are {cache.num_blocks}; give "
-        f"--kv-cache-memory {needed * block_bytes} or more (bytes a rank), or --max-model-len {capacity} or less"
+        f"--kv-cache-memory {needed * block_bytes} or more (bytes a rank){shorter}"
     )

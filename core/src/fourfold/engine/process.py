@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from fourfold.errors import CheckpointError, ConfigError, PluginError, WorkerError
+from fourfold.errors import ConfigError, PluginError
 from fourfold.messages import EngineFailed
 from fourfold.supervision.process_title import name_process
 from fourfold.supervision.run_directory import CONFIG_FILE
@@ -80,7 +80,7 @@ def _serve(link: ParentLink, arguments: argparse.Namespace) -> None:
 
 def _describe_failure(error: Exception, arguments: argparse.Namespace) -> bytes:
     # Half of what a report holds for the traceback, whose end matters most, and an eighth for the message.
-    refused = _is_refusal(error)
+    refused = isinstance(error, ConfigError | PluginError)  # what the user can change
     trace = "" if refused else "".join(traceback.format_exception(error))[-MAX_REPORT_BYTES // 2 :]
     message = str(error) if refused else f"{type(error).__name__}: {error}"
     return msgspec.msgpack.encode(
@@ -92,13 +92,6 @@ def _describe_failure(error: Exception, arguments: argparse.Namespace) -> bytes:
             refused=refused,
         )
     )
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Whether the user can change what is wrong; an error of a worker travels by the name of its type."""
-    if isinstance(error, WorkerError):
-        return error.type_name in {ConfigError.__name__, CheckpointError.__name__, PluginError.__name__}
-    return isinstance(error, ConfigError | PluginError)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fourfold.errors import ConfigError, Unsupported
-from fourfold.selection import AUTO, select
+from fourfold.selection import AUTO, select, suitability
 
 if TYPE_CHECKING:
     from fourfold.config.engine_config import EngineConfig
@@ -38,3 +38,15 @@ def build_backend(
             if name != AUTO or not remaining:
                 raise ConfigError(f"{kind} {entry.name!r} cannot run this model: {error}") from error
             _log.warning("%s %r cannot run this model, taking the next one: %s", kind, entry.name, error)
+
+
+def log_passed_over(config: EngineConfig, offered: Mapping[str, Mapping[str, Entry[Any]]]) -> None:
+    """Say which of ``offered`` (kind -> name -> entry) cannot run here: one line a reason, such as no compiler."""
+    reasons: dict[str, list[str]] = {}
+    for kind, entries in offered.items():
+        for name, entry in entries.items():
+            suits = suitability(entry, config)
+            if suits.score <= 0:
+                reasons.setdefault(suits.reason, []).append(f"{kind} {name!r}")
+    for reason, names in reasons.items():
+        _log.info("not used: %s: %s", ", ".join(names), reason)

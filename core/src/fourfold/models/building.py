@@ -11,12 +11,13 @@ from fourfold.contracts.attention_backend import AttentionSpec
 from fourfold.entries import AttentionContext, ComputeContext
 from fourfold.layers.partition import cut_heads
 from fourfold.layers.rotary import rotary_table
-from fourfold.models.backends import build_backend
+from fourfold.models.backends import build_backend, log_passed_over
 from fourfold.models.decoder import Decoder
 from fourfold.models.decoder_layer import DecoderLayer, HeadNorm, LayerParts
 from fourfold.models.norm_weight import NormWeight
 from fourfold.models.parallel_layers import ParallelLayerFactory
 from fourfold.models.tensor_table import EMBEDDING, FINAL_NORM, HEAD, layer_prefix
+from fourfold.selection import AUTO
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +71,14 @@ class DecoderBuilder:
         )
         attention_name, self._attentions = build_backend(
             "attention backend", backends.attention_backends(), names.attention, config, self._build_attentions
+        )
+        log_passed_over(
+            config,
+            {
+                "linear method": backends.linear_methods() if names.linear_method == AUTO else {},
+                "operators": backends.operators() if names.operators == AUTO else {},
+                "attention backend": backends.attention_backends() if names.attention == AUTO else {},
+            },
         )
         self._factory = ParallelLayerFactory(config, registry, group, method, device=device, dtype=dtype)
         self._chosen = {"attention": attention_name, "linear_method": linear_name, "operators": operators_name}

@@ -15,11 +15,13 @@ class ConfigReader:
         self.values = values
         self.where = where
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least 1; required when there is no default."""
+    def integer(self, key: str, default: int | None = None, *, most: int = 2**31 - 1) -> int:
+        """A whole number from 1 to ``most``; required when there is no default."""
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{self.where} has {key}: {value!r}; a whole number above 0")
+        if value > most:
+            raise ConfigError(f"{self.where} has {key}: {value}; {most} at most")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -28,6 +30,13 @@ class ConfigReader:
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
             raise ConfigError(f"{self.where} has {key}: {value!r}; a number")
         return float(value)
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0; required when there is no default."""
+        value = self.number(key, default)
+        if value <= 0:
+            raise ConfigError(f"{self.where} has {key}: {value:g}; a number above 0")
+        return value
 
     def flag(self, key: str, default: bool) -> bool:
         """True or false."""

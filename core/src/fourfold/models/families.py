@@ -20,6 +20,8 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+MAX_LAYERS = 4096
+"""Far beyond any model; a description holds an object for each."""
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -29,7 +31,7 @@ def describe_llama(values: Mapping[str, Any]) -> ModelDescription:
     architecture = _architecture(values)
     smollm3 = architecture == "SmolLM3ForCausalLM"
     mistral = architecture == "MistralForCausalLM"
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.integer("num_hidden_layers", most=MAX_LAYERS)
     layers = (LayerDescription(),) * num_layers
     if smollm3:
         layers = _smollm3_layers(config, num_layers)
@@ -50,7 +52,7 @@ def describe_qwen(values: Mapping[str, Any]) -> ModelDescription:
     """Qwen 2, 2.5 and 3, dense."""
     config = _open(values)
     third = _architecture(values) == "Qwen3ForCausalLM"
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.integer("num_hidden_layers", most=MAX_LAYERS)
     window = _window(config, 4096) if config.flag("use_sliding_window", False) else 0
     first_windowed = int(config.number("max_window_layers", 28))
     sliding = _layer_types(config, num_layers, [bool(window) and i >= first_windowed for i in range(num_layers)])
@@ -76,7 +78,7 @@ def describe_gemma(values: Mapping[str, Any]) -> ModelDescription:
     first, third = architecture == "GemmaForCausalLM", architecture == "Gemma3ForCausalLM"
     if config.flag("use_bidirectional_attention", False):
         raise ConfigError("config.json has use_bidirectional_attention: true; only causal attention is supported")
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.integer("num_hidden_layers", most=MAX_LAYERS)
     head_dim = config.integer("head_dim", 256)
     window = 0 if first else _window(config, 4096)
     pattern = config.integer("sliding_window_pattern", 6) if third else 2
@@ -93,7 +95,7 @@ def describe_gemma(values: Mapping[str, Any]) -> ModelDescription:
     return replace(
         base,
         activation=_gemma_activation(config, first),
-        attention_scale=(head_dim if first else config.number("query_pre_attn_scalar", 256)) ** -0.5,
+        attention_scale=(head_dim if first else config.positive("query_pre_attn_scalar", 256)) ** -0.5,
         attention_soft_cap=0.0 if first else _cap(config, "attn_logit_softcapping", 0.0 if third else 50.0),
         logit_soft_cap=0.0 if first else _cap(config, "final_logit_softcapping", 0.0 if third else 30.0),
         qkv_bias=bias,
@@ -141,7 +143,7 @@ def _describe(
         rotaries=rotaries,
         max_model_len=default_length,
         max_position=longest,
-        norm_epsilon=config.number("rms_norm_eps", 1e-6),
+        norm_epsilon=config.positive("rms_norm_eps", 1e-6),
         activation=_activation(config.text("hidden_act", "silu")),
         attention_scale=head_dim**-0.5,
         dtype=config.text("dtype", config.text("torch_dtype", "bfloat16")),

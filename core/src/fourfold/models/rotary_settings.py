@@ -39,7 +39,7 @@ def describe_rotary(values: Mapping[str, Any], *, head_dim: int, max_position: i
         raise ConfigError(f"the rope settings have factor {factor}; above 0")
     return RotaryDescription(
         kind=cast("RotaryKind", kind),
-        theta=reader.number("rope_theta"),
+        theta=reader.positive("rope_theta"),
         dim=dim,
         factor=factor,
         original_max_position=max_position if kind == "dynamic" else original,

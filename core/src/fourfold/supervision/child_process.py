@@ -24,7 +24,7 @@ from functools import partial
 from typing import Self, TypeVar
 
 from fourfold.errors import EngineError
-from fourfold.supervision.parent_watch import MAX_REPORT_BYTES, PARENT_VARIABLE, STOP
+from fourfold.supervision.parent_watch import HELD_SIGNALS, MAX_REPORT_BYTES, PARENT_VARIABLE, STOP
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -194,7 +194,7 @@ class ChildSupervisor:
 
     def _run(self) -> None:
         # The mask is inherited, so a child is deaf to these until it says what it does about them.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
         self._selector.register(self._wake_receiver, selectors.EVENT_READ, self._run_tasks)
         while self._selector.get_map():  # None once closed
             for key, _ in self._selector.select():

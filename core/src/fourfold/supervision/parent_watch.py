@@ -21,6 +21,10 @@ MAX_REPORT_BYTES = 64 * 1024
 """A report is one datagram; this is well below the smallest default send buffer of a Unix socket (208 KiB)."""
 
 STOP = b"stop"
+
+HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that a terminal or a service manager sends to a whole group: the parent answers them for its children."""
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -29,7 +33,7 @@ def started_by_parent() -> bool:
     return PARENT_VARIABLE in os.environ
 
 
-def connect_to_parent(*, ignored_signals: Iterable[signal.Signals] = (signal.SIGINT, signal.SIGTERM)) -> ParentLink:
+def connect_to_parent(*, ignored_signals: Iterable[signal.Signals] = HELD_SIGNALS) -> ParentLink:
     """Tie this process' life to its parent's. Call first, and on the main thread.
 
     The kernel kills this process when the thread that started it ends, and a thread here ends it when the link breaks.
@@ -46,7 +50,7 @@ def connect_to_parent(*, ignored_signals: Iterable[signal.Signals] = (signal.SIG
     for signum in ignored_signals:
         signal.signal(signum, signal.SIG_IGN)
     # The parent blocked these so that none arrived before the handlers stood.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
     return ParentLink(socket.socket(fileno=int(descriptor)))
 
 

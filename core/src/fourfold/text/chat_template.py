@@ -21,6 +21,7 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from fourfold.checkpoints.json_file import read_json
 from fourfold.contracts.tokenizer import Tokenizer
 from fourfold.errors import ConfigError, RequestError
 
@@ -220,12 +221,10 @@ def _alternatives(texts: Sequence[str]) -> re.Pattern[str]:
 
 def _default_template(value: Any) -> str | None:
     """``chat_template`` is a string, or a list of named ones of which ``default`` is meant."""
-    if isinstance(value, str):
-        return value
     if isinstance(value, list):
-        named = {item["name"]: item["template"] for item in value}
-        return named.get("default")
-    return None
+        named = [item for item in value if isinstance(item, Mapping) and item.get("name") == "default"]
+        value = named[-1].get("template") if named else None
+    return value if isinstance(value, str) else None
 
 
 def _token_text(value: Any) -> str | None:
@@ -243,10 +242,4 @@ def _read_override(path: Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}; fetch or convert the model again") from error
-    return content if isinstance(content, dict) else {}
+    return read_json(path) if path.is_file() else {}

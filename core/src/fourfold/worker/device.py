@@ -56,6 +56,10 @@ class Device(Protocol):
     def dtype(self) -> torch.dtype:
         """Precision of weights and activations."""
 
+    @property
+    def memory_bytes(self) -> int:
+        """Its memory, free or not, that this rank has at most."""
+
     def cache_bytes(self, cache: CacheConfig) -> int:
         """Memory that the KV cache of this rank may take; asked after the weights are loaded."""
 
@@ -96,6 +100,11 @@ class CpuDevice:
         self.dtype = dtype
         self.torch_device = torch.device("cpu")
         self._local_workers = local_workers
+
+    @property
+    def memory_bytes(self) -> int:
+        """See Device."""
+        return int(psutil.virtual_memory().total) // self._local_workers
 
     def cache_bytes(self, cache: CacheConfig) -> int:
         """See Device."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from fourfold.errors import EngineError, RequestError
+from fourfold.errors import CheckpointError, EngineError, RequestError
 from fourfold.messages import NewRequest, ScheduledRequest, StepMessage, StepOutput, TokenLogprobs
 from fourfold.sampling_params import SamplingParams
 from fourfold.worker.decode_graphs import DecodeGraphs
@@ -132,15 +132,23 @@ class ModelRunner:
         )
 
     def warm_up(self) -> None:
-        """Run a small prefill and a decode through everything that a real step uses; they write to block 0 alone."""
+        """Run a small prefill and a decode through everything that a real step uses; they write to block 0 alone.
+
+        Raises CheckpointError for a model whose logits are not finite: no request could ever be answered.
+        """
         blocks = [[0] for _ in range(self._num_groups)]
         length = min(WARM_UP_PROMPT, self._max_tokens, self._state.max_model_len - 1)
         request = NewRequest("warm-up", 0, [0] * length, SamplingParams(temperature=0.0), ())
         prefill = ScheduledRequest(0, length, 0, blocks, reset_blocks=True)
-        self.execute(StepMessage(step=0, new=[request], scheduled=[prefill]))
         decode = ScheduledRequest(0, 1, length, [[] for _ in blocks])
-        self.execute(StepMessage(step=1, scheduled=[decode]))
+        steps = [StepMessage(step=0, new=[request], scheduled=[prefill]), StepMessage(step=1, scheduled=[decode])]
+        outputs = [self.execute(step) for step in steps]
         self.execute(StepMessage(step=2, ended=[0]))
+        if any(NOT_FINITE in output.errors.values() for output in outputs):
+            hint = "" if self._model.dtype == torch.float32 else ", or it needs --dtype float32"
+            raise CheckpointError(
+                f"the model's first logits are not finite; its weights are damaged, or its config.json is wrong{hint}"
+            )
 
     def close(self) -> None:
         """Release recorded steps and the KV cache; idempotent."""

@@ -60,6 +60,7 @@ class Worker:
             device=device.name,
             dtype=str(device.dtype).removeprefix("torch."),
             available_bytes=device.cache_bytes(config.cache),
+            memory_bytes=device.memory_bytes,
             kv_cache_specs=decoder.kv_cache_specs(),
             backends=decoder.backends,
         )

@@ -35,7 +35,6 @@ def _suits(config: EngineConfig) -> Suitability:
         score=0,
         reason=(
             f"runs one rank, and --tensor-parallel-size {parallel.tensor_parallel_size} x --pipeline-parallel-size "
-            f"{parallel.pipeline_parallel_size} makes {ranks}; install an executor for several ranks, such as "
-            "fourfold-executor-mp"
+            f"{parallel.pipeline_parallel_size} makes {ranks}; install an executor plugin for several ranks"
         ),
     )

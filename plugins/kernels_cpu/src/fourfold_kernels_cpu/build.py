@@ -53,10 +53,10 @@ def ensure_built() -> Path:
         raise Unsupported("the CPU kernels need a C++ compiler; install g++ or set CXX")
     folder = _cache_root() / _fingerprint(command)
     library = folder / LIBRARY
-    if library.exists():
-        return library
     deadline = time.monotonic() + DEADLINE
     try:
+        if library.exists():
+            return library
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _locked(folder / "lock", deadline):
             if not library.exists():
@@ -70,11 +70,17 @@ def ensure_built() -> Path:
 
 def _cache_root() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "fourfold" / "kernels_cpu"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "fourfold" / "kernels_cpu"
+    except RuntimeError as error:  # no HOME, and a user id without a name, as in a container
+        raise Unsupported(f"there is no folder for the compiled CPU kernels: {error}; set XDG_CACHE_HOME") from error
 
 
 def _fingerprint(command: str) -> str:
-    version = subprocess.run([command, "--version"], capture_output=True, check=False, timeout=30).stdout
+    try:
+        version = subprocess.run([command, "--version"], capture_output=True, check=False, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unsupported(f"the C++ compiler {command!r} does not run: {error}; repair it or set CXX") from error
     digest = hashlib.sha256(version + b"\0" + "\0".join(FLAGS).encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")

@@ -53,7 +53,10 @@ class Native:
 
     def __init__(self, path: Path) -> None:
         _share_openmp_runtime()
-        self._library = ctypes.CDLL(str(path))
+        try:
+            self._library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise Unsupported(f"the compiled CPU kernels cannot be loaded: {error}; delete {str(path)!r}") from error
         self._library.ff_abi_version.restype = ctypes.c_int64
         version = self._library.ff_abi_version()
         if version != ABI_VERSION:
