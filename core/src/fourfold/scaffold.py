@@ -13,6 +13,10 @@ from fourfold.errors import ConfigError, FourfoldError
 from fourfold.hookspecs import CONTRACT_VERSION
 
 
+def _templates() -> Traversable:
+    return resources.files("fourfold") / "templates"
+
+
 def kinds() -> list[str]:
     """What can be written: the names of the templates."""
     return sorted(child.name for child in _templates().iterdir() if child.is_dir())
@@ -25,23 +29,24 @@ def write_plugin(kind: str, name: str, folder: Path) -> Path:
     """
     if kind not in kinds():
         raise ConfigError(f"no template called {kind!r}; there are {', '.join(kinds())}")
-    if not re.fullmatch(r"[a-z][a-z0-9]*", name):
-        raise ConfigError(f"plugin name {name!r} must be lowercase letters and digits, such as 'slurm'")
-    target = folder / f"fourfold-{kind}-{name}"
+    if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
+        raise ConfigError(f"name {name!r} must be lowercase letters, digits and underscores, such as 'slurm'")
+    target = folder / f"fourfold-{kind}-{name.replace('_', '-')}"
     if target.exists():
         raise ConfigError(f"{target} is already there; choose another name or folder")
     major = int(CONTRACT_VERSION.split(".")[0])
     words = {
         "__plugin__": name,
-        "__Plugin__": name.capitalize(),
-        "__core_version__": metadata.version("fourfold-core"),
+        "__plugin-dashed__": name.replace("_", "-"),
+        "__Plugin__": name.title().replace("_", ""),
+        "__core_range__": _compatible(metadata.version("fourfold-core")),
         "__contract__": f">={CONTRACT_VERSION},<{major + 1}",
     }
     _copy(_templates() / kind, target, words)
     return target
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"]}, epilog=f"Kinds: {', '.join(kinds())}.")
 @click.argument("kind")
 @click.argument("name")
 @click.argument("folder", type=click.Path(path_type=Path), default=".")
@@ -53,8 +58,11 @@ def main(kind: str, name: str, folder: Path) -> None:
         raise click.UsageError(str(error)) from error
 
 
-def _templates() -> Traversable:
-    return resources.files("fourfold") / "templates"
+def _compatible(version: str) -> str:
+    """From this version up to the next that may break what was written for it."""
+    major, minor = (int(part) for part in version.split(".")[:2])
+    following = f"0.{minor + 1}" if major == 0 else str(major + 1)
+    return f">={version},<{following}"
 
 
 def _copy(source: Traversable, target: Path, words: dict[str, str]) -> None:

@@ -177,7 +177,14 @@ class Deployment:
         timeout = self._config.timeouts.drain_timeout
         self._state.start_draining()
         self._table.set(ROLE, "", "draining", detail=self._url)
-        logger.info("draining: %d requests may take up to %g s (--drain-timeout)", len(self._requests), timeout)
+        if len(self._requests):
+            logger.info(
+                "draining: %d requests may take up to %g s (--drain-timeout); a second signal ends them now",
+                len(self._requests),
+                timeout,
+            )
+        else:
+            logger.info(SHUTTING_DOWN)
         left = await self._requests.wait(timeout)
         if left:
             logger.warning("%d requests are ended by --drain-timeout (%g s)", left, timeout)
@@ -199,6 +206,8 @@ class Deployment:
         self._client.close()
         self._http.should_exit = True
         self._http.force_exit = forced
+        if forced:  # it logs the traceback of every task that is cut off, and all of them are
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         await asyncio.wait({serving}, timeout=0.5 if forced else 2 * _FLUSH_TIMEOUT)
         self._supervisor.close(grace=0 if forced else _ENGINE_GRACE)
         if not forced:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from fourfold.supervision.run_directory import Deployment, deployments
+from fourfold.supervision.run_directory import Deployment, deployments, process_age
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,10 +42,28 @@ def _table(found: list[Deployment]) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for heading in ("DEPLOYMENT", "ROLE", "LABEL", "PID", "STATE", "DETAIL"):
+    for heading in ("DEPLOYMENT", "MODEL", "ROLE", "LABEL", "PID", "AGE", "STATE", "DETAIL"):
         table.add_column(heading, overflow="fold")
     for deployment in found:
         for process in deployment.processes:
-            row = (deployment.name, process.role, process.label, str(process.pid), process.state, process.detail)
-            table.add_row(*row)
+            table.add_row(
+                deployment.name,
+                deployment.model,
+                process.role,
+                process.label,
+                str(process.pid),
+                _shown_age(process_age(process)),
+                process.state,
+                process.detail,
+            )
     return table
+
+
+def _shown_age(seconds: float | None) -> str:
+    """In the largest unit that there is one of; empty for a process of another host."""
+    if seconds is None:
+        return ""
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= length:
+            return f"{int(seconds // length)}{unit}"
+    return f"{int(seconds)}s"

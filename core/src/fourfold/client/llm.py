@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import random
 import time
@@ -26,6 +27,8 @@ from fourfold.text.output_processor import Delta, OutputProcessor
 from fourfold.text.seeds import choice_seed
 from fourfold.text.served_model import load_served_model
 
+logger = logging.getLogger(__name__)
+
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with ``prompt`` or ``prompt_token_ids``."""
 Message = Mapping[str, Any]
@@ -47,7 +50,9 @@ class LLM:
             model = build_engine_config(registry.settings(), model=model, **options)
         elif options:
             raise ConfigError(f"options beside a whole config: {', '.join(options)}; put them into the config")
-        self.config = resolve(model, registry).config
+        resolved = resolve(model, registry)
+        logger.info("%s", "; ".join(resolved.reasons))
+        self.config = resolved.config
         self._text = load_served_model(self.config, registry)
         self.tokenizer = self._text.tokenizer
         self._events = registry.events

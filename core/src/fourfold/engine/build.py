@@ -37,7 +37,7 @@ def build_engine(config: EngineConfig, registry: PluginRegistry, *, dp_rank: int
     description = describe_checkpoint(config.model, registry, NoProgress())
     scheduler = select("scheduler", registry.schedulers(), config.backends.scheduler, config)
     executor = select("executor", registry.executors(), config.backends.executor, config)
-    logger.info("%s; %s", executor.reason, scheduler.reason)
+    logger.debug("%s; %s", executor.reason, scheduler.reason)  # the names were chosen, and logged, before
     context = ExecutorContext(config=config, layout=config.parallel.layout, dp_rank=dp_rank)
     client = ExecutorClient(executor.entry.build(context), config)
     try:

@@ -12,6 +12,7 @@ import secrets
 import shutil
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
@@ -50,6 +51,8 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     """A run directory as another process finds it."""
 
     name: str
+    model: str
+    """As clients call it; empty while the deployment starts."""
     processes: list[ProcessState]
 
 
@@ -123,7 +126,8 @@ def deployments(root: Path | None = None) -> list[Deployment]:
         lock = _try_lock(path)
         if lock is None:  # its owner runs
             processes = sorted(_states(path), key=lambda state: (state.role, state.label))
-            found.append(Deployment(name=path.name, processes=[state for state in processes if is_running(state)]))
+            running = [state for state in processes if is_running(state)]
+            found.append(Deployment(name=path.name, model=_model(path), processes=running))
         else:
             os.close(lock)
     return found
@@ -151,6 +155,21 @@ def is_running(state: ProcessState) -> bool:
         return _start_time(state.pid) == state.start_time
     except ProcessLookupError:
         return False
+
+
+def process_age(state: ProcessState) -> float | None:
+    """Seconds since its start; None for a process of another host."""
+    if state.host != socket.gethostname():
+        return None
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - state.start_time / os.sysconf("SC_CLK_TCK"))
+
+
+def _model(path: Path) -> str:
+    try:
+        model = msgspec.json.decode((path / CONFIG_FILE).read_bytes())["model"]
+        return str((model["served_model_name"] or [model["model"]])[0])
+    except (OSError, msgspec.MsgspecError, LookupError, TypeError):  # not written yet, or of another version
+        return ""
 
 
 def _start_time(pid: int) -> int:
