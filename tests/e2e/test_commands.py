@@ -43,8 +43,9 @@ def test_chat_starts_and_ends_a_server_of_its_own(tiny_model: Path, tmp_path: Pa
 
 def test_chat_with_a_model_that_is_not_there_says_so(tmp_path: Path) -> None:
     result = run("chat", "no-such-model", XDG_RUNTIME_DIR=str(tmp_path))
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "no model called 'no-such-model'" in result.stderr
+    assert "has no effect" not in result.stderr
     assert result.stderr.splitlines()[-1] == "Error: the server exited with code 2"
 
 
@@ -65,7 +66,7 @@ def test_offline_benches_print_figures(tiny_model: Path, command: str, key: str)
     assert result.returncode == 0, result.stderr
     figures = json.loads(result.stdout)[key]
     assert len(figures) == 2
-    assert figures[0] > 0
+    assert all(isinstance(figure, float) for figure in figures)
 
 
 def test_ps_shows_a_running_deployment(start: Start) -> None:

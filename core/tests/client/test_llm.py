@@ -93,7 +93,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[LLM, ScriptedC
         events = SimpleNamespace(engine_started=lambda info: None, engine_stopped=lambda info: None)
         registry = SimpleNamespace(settings=dict, events=events)
         monkeypatch.setattr(module, "load_plugins", lambda: registry)
-        monkeypatch.setattr(module, "resolve", lambda config, registry: SimpleNamespace(config=config))
+        monkeypatch.setattr(module, "resolve", lambda config, registry: SimpleNamespace(config=config, reasons=()))
         monkeypatch.setattr(module, "load_served_model", lambda config, registry: MODEL)
         monkeypatch.setattr(module, "build_engine", lambda config, registry: SimpleNamespace(core=core, ready=ready))
         return LLM(config), core

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 
 from fourfold.errors import EngineError
 
-PARENT_VARIABLE = "FOURFOLD_PARENT"
+PARENT_VARIABLE = "_FOURFOLD_PARENT"  # not FOURFOLD_*: those are options
 """Environment of a child: ``<pid of the parent>:<descriptor of the link>``. Taken out when it is read."""
 
 MAX_REPORT_BYTES = 64 * 1024
