@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--peer-python", help="an interpreter that has vLLM")
     parser.add_argument("--peer-model", help="the embedded model as a bf16 folder, for the peer")
+    parser.add_argument("--peer-preload", default="", help="libraries for the peer, such as tcmalloc and libiomp5")
     parser.add_argument("--only", choices=["ours", "peer"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.only:
@@ -110,6 +111,7 @@ def main() -> None:
     theirs: dict[str, list[float]] = {}
     if options.peer_python:
         environment = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_CPU_KVCACHE_SPACE": "2"}
+        environment["LD_PRELOAD"] = options.peer_preload
         theirs = in_child(
             options.peer_python, [*common, "peer", "--peer-model", options.peer_model or "smollm2"], environment
         )

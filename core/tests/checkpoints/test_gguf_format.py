@@ -52,6 +52,7 @@ def test_conversion_of_a_whole_file(
         "tokenizer_config.json",
     ]
     config = json.loads((folder / "config.json").read_text())
+    assert config["model_type"] == "llama"  # transformers and others cannot read the folder without it
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["rms_norm_eps"] == 1e-5
     assert config["tie_word_embeddings"] is True

@@ -74,7 +74,14 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
         config["final_logit_softcapping"] = read.optional("final_logit_softcapping")
     if name == "gemma3":
         config["rope_local_base_freq"] = shortest_float(read.optional("rope.freq_base_swa") or 1e4)
+    config["model_type"] = _model_type(config["architectures"][0])
     return {key: value for key, value in config.items() if value is not None or key.endswith("softcapping")}
+
+
+def _model_type(architecture: str) -> str:
+    """What transformers and others that read the folder go by."""
+    kind = architecture.removesuffix("ForCausalLM").lower()
+    return "gemma3_text" if kind == "gemma3" else kind
 
 
 def shortest_float(value: float) -> float:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fourfold.contracts.checkpoint import TensorReader
     from fourfold.entries import CheckpointContext
 
-_VERSION = 1
+_VERSION = 2
 """Raised when a conversion comes out differently, so that older ones are not used."""
 _CHUNK_ELEMENTS = 1 << 19
 """fp32 elements dequantised at a time: 2 MB, which stays in a core's cache."""
