@@ -84,7 +84,8 @@ def in_child(python: str, arguments: list[str], environment: dict[str, str]) -> 
     """Run one engine in a process of its own, so that neither inherits the other's threads or memory."""
     command = [python, str(Path(__file__)), *arguments]
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | environment).stdout
-    return json.loads(out.strip().splitlines()[-1].removeprefix("FIGURES "))
+    [line] = [line for line in out.splitlines() if line.startswith("FIGURES ")]
+    return json.loads(line.removeprefix("FIGURES "))
 
 
 def main() -> None:
