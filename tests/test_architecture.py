@@ -43,6 +43,9 @@ API_MODULES = (
     "fourfold_server.app",
     "fourfold_server.cli",
     "fourfold_server.supervisor",
+    "fourfold_comm_cpu.plugin",
+    "fourfold_comm_nccl.plugin",
+    "fourfold_executor_mp.plugin",
     "fourfold_executor_uniproc.plugin",
     "fourfold_kernels_cpu.plugin",
 )
@@ -110,7 +113,9 @@ def test_torch_is_imported_late_outside_the_worker() -> None:
     for path in ALL_SOURCES:
         if path.is_relative_to(CORE) and path.relative_to(CORE).parts[0] in WITH_TORCH:
             continue
-        if path.parent.name == "fourfold_kernels_cpu" and path.name != "plugin.py":
+        if path.parent.name in ("fourfold_comm_cpu", "fourfold_comm_nccl", "fourfold_kernels_cpu") and (
+            path.name != "plugin.py"
+        ):
             continue
         for module, where in imports(path, only_at_import=True):
             assert module.split(".")[0] != "torch", f"{where} imports torch when it is imported"

@@ -12,6 +12,7 @@ ENGINE_OPTIONS = {
     "--chat-template",
     "--comm",
     "--data-parallel-size",
+    "--debug-collectives",
     "--drain-timeout",
     "--dtype",
     "--executor",

@@ -15,7 +15,7 @@ def test_topology_and_run_directory_agree(tmp_path: Path) -> None:
         table = ProcessTable(directory, ParallelConfig())
         table.set("api_server", "", "running", detail="http://x")
         table.set("engine_core", "DP0", "starting")
-        worker = {"role": "worker", "label": "DP0.PP0.TP0", "pid": 1, "host": "h", "state": "running"}
+        worker = {"role": "worker", "label": "DP0.PP0.TP0", "pid": 1, "host": "h", "state": "running", "start_time": 1}
         table.set_workers(0, [worker])
         topology = table.topology()
         assert [(p["role"], p["label"], p["pid"], p["state"]) for p in topology["processes"]] == [
@@ -26,7 +26,10 @@ def test_topology_and_run_directory_agree(tmp_path: Path) -> None:
         assert topology["groups"] == {"tp": [[0]], "pp": [[0]], "dp": [[0]], "ep": [[0]]}
         assert topology["replicas"] == [{"label": "DP0", "state": "starting"}]
         (deployment,) = deployments(tmp_path)
-        assert [process.role for process in deployment.processes] == ["api_server", "engine_core"]
+        assert [process.role for process in deployment.processes] == ["api_server", "engine_core", "worker"]
+        table.set_workers(0, [])
+        assert [process["role"] for process in table.topology()["processes"]] == ["api_server", "engine_core"]
+        assert [process.role for process in deployments(tmp_path)[0].processes] == ["api_server", "engine_core"]
 
 
 def test_a_process_that_is_gone_is_not_shown(tmp_path: Path) -> None:

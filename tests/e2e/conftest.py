@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -66,9 +66,16 @@ def start(tiny_model: Path, tmp_path: Path) -> Iterator[Start]:
     """Starts servers of the tiny model, called ``tiny``; kills what is left of them."""
     servers: list[Server] = []
 
-    def start(*arguments: str, ready: bool = True, model: Path = tiny_model, load_format: str = "dummy") -> Server:
+    def start(
+        *arguments: str,
+        ready: bool = True,
+        model: Path = tiny_model,
+        load_format: str = "dummy",
+        environment: Mapping[str, str] | None = None,
+    ) -> Server:
         common = ["--load-format", load_format, "--dtype", "float32", "--served-model-name", "tiny"]
-        server = Server([str(model), *common, *arguments], tmp_path / f"run{len(servers)}", **ONE_THREAD)
+        given = {**ONE_THREAD, **(environment or {})}
+        server = Server([str(model), *common, *arguments], tmp_path / f"run{len(servers)}", **given)
         servers.append(server)
         if ready:
             server.wait_until_ready()

@@ -116,6 +116,11 @@ def fourfold_checkpoint_formats() -> list[CheckpointFormatEntry]:
             summary="config.json and *.safetensors, single or sharded",
         ),
         CheckpointFormatEntry(
+            name="sharded",
+            build=_lazy("fourfold.checkpoints.sharded_format:ShardedFormat"),
+            summary="a folder that LLM.save_sharded_state wrote, for any cut",
+        ),
+        CheckpointFormatEntry(
             name="gguf",
             build=_lazy("fourfold.checkpoints.gguf_format:GgufFormat"),
             summary="one .gguf file, converted once",

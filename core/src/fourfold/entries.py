@@ -77,7 +77,10 @@ class WorkerContext:
     rank: int
     """Within the engine: 0 to TP x PP - 1."""
     local_rank: int = 0
+    """Among all ranks of this host."""
     dp_rank: int = 0
+    open_store: Callable[[], Any] | None = None
+    """Opens the torch.distributed Store that the ranks of this engine, and no others, reach; None for one rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +98,8 @@ class CommunicatorContext:
     """A torch.distributed Store that all ranks of the group reach."""
     timeout: float
     """Seconds for the rendezvous and for every collective."""
+    one_host: bool = True
+    """Whether all ranks of the group are on this host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,6 +180,9 @@ class SchedulerContext:
 @dataclass(frozen=True, kw_only=True)
 class ExecutorEntry(Entry["Executor"]):
     """``build(ExecutorContext) -> Executor``."""
+
+    offline_only: str = ""
+    """Why only ``LLM`` can use it, where that is so; ``serve`` refuses it with this reason."""
 
 
 @dataclass(frozen=True, kw_only=True)

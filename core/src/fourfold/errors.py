@@ -16,6 +16,7 @@ FourfoldError
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 
 class FourfoldError(Exception):
@@ -58,7 +59,11 @@ class EngineError(FourfoldError):
 
 
 class ExecutorFailed(EngineError):
-    """The executor is permanently broken and takes no more calls."""
+    """The executor is permanently broken and takes no more calls; ``rank`` is the one that was lost, if it was one."""
+
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class ExecutorClosed(EngineError):
@@ -75,6 +80,12 @@ class WorkerError(EngineError):
         self.type_name = type_name
         self.message = message
         self.traceback = traceback
+
+    def shown_with_traceback(self) -> Self:
+        """Itself, printed with the rank's traceback; for whoever raises it in another process than the rank's."""
+        if self.traceback:
+            self.add_note(f"on rank {self.rank}:\n{self.traceback.rstrip()}")
+        return self
 
 
 class RpcTimeout(EngineError, TimeoutError):

@@ -130,7 +130,7 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     backends: dict[str, str]
     """Chosen name of each kind of backend."""
     workers: list[dict[str, Any]] = []
-    """Processes as /topology shows them, without the engine's own."""
+    """A ``ProcessState`` a process, as plain values, without the engine's own."""
 
 
 class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):

@@ -95,7 +95,8 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[LLM, ScriptedC
         monkeypatch.setattr(module, "load_plugins", lambda: registry)
         monkeypatch.setattr(module, "resolve", lambda config, registry: SimpleNamespace(config=config, reasons=()))
         monkeypatch.setattr(module, "load_served_model", lambda config, registry: MODEL)
-        monkeypatch.setattr(module, "build_engine", lambda config, registry: SimpleNamespace(core=core, ready=ready))
+        built = SimpleNamespace(core=core, client=None, ready=ready)
+        monkeypatch.setattr(module, "build_engine", lambda config, registry: built)
         return LLM(config), core
 
     return build

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fourfold.distributed.group_coordinator import GroupCoordinator
-from fourfold.distributed.model_parallel import initialize_model_parallel
+from fourfold.distributed.model_parallel import GroupLinks, initialize_model_parallel
 from fourfold.errors import ConfigError
 from fourfold.layout import ParallelLayout
 
@@ -20,7 +20,8 @@ class Communicator:
 
 
 def connect(group: str, ranks: tuple[int, ...], rank: int) -> Any:
-    return Communicator(f"{group}{list(ranks)}@{rank}")
+    communicator: Any = Communicator(f"{group}{list(ranks)}@{rank}")
+    return GroupLinks(name=group, communicator=communicator, host=communicator)
 
 
 def test_groups_of_every_rank() -> None:

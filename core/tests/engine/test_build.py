@@ -15,7 +15,7 @@ from fourfold.config.model_config import ModelConfig
 from fourfold.contracts.kv_cache_spec import KVCacheSpec
 from fourfold.engine import build
 from fourfold.entries import ExecutorContext, ExecutorEntry
-from fourfold.errors import CheckpointError, ConfigError, EngineError, PluginError, WorkerError
+from fourfold.errors import CheckpointError, ConfigError, EngineError, ExecutorFailed, PluginError, WorkerError
 from fourfold.markers import hookimpl
 from fourfold.messages import InitializeCache, WorkerInfo
 from fourfold.plugins import PluginRegistry, load_plugins
@@ -57,6 +57,9 @@ class FakeExecutor:
     def on_failure(self, callback: Callable[[EngineError], None]) -> None:
         self.callbacks.append(callback)
 
+    def processes(self) -> list[dict[str, Any]]:
+        return [{"role": "worker", "label": "DP0.PP0.TP0"}]
+
     def shutdown(self) -> None:
         self.calls.append("shutdown")
         if self.broken == "shutdown too":
@@ -82,7 +85,7 @@ def _registry(executor: Any, lost: list[tuple[int, str]] | None = None) -> Plugi
 
 @pytest.fixture(autouse=True)
 def _model(monkeypatch: pytest.MonkeyPatch) -> None:
-    description = SimpleNamespace(vocab_size=1000, max_model_len=512)
+    description = SimpleNamespace(vocab_size=1000, max_model_len=512, num_heads=4, num_kv_heads=2)
     monkeypatch.setattr(build, "describe_checkpoint", lambda config, registry, progress: description)
 
 
@@ -97,6 +100,7 @@ def test_an_engine_is_ready_after_a_forward_pass() -> None:
     ready = built.ready
     assert (ready.engine, ready.device, ready.dtype, ready.max_model_len) == (3, "a cpu", "float32", 512)
     assert (ready.kv_cache_tokens, ready.kv_cache_bytes) == (511 * 16, 2**20)
+    assert ready.workers == executor.processes()
     assert ready.backends == {"executor": "fake", "scheduler": "fcfs", "attention": "torch"}
     assert not built.core.has_work
     built.core.shutdown()
@@ -145,4 +149,6 @@ def test_plugins_hear_of_a_lost_worker() -> None:
     executor, lost = FakeExecutor(), list[tuple[int, str]]()
     build.build_engine(EngineConfig(), _registry(executor, lost))
     executor.callbacks[0](WorkerError(1, "execute_model", "ValueError", "boom"))
-    assert lost == [(1, "rank 1 failed in execute_model: ValueError: boom")]
+    executor.callbacks[0](ExecutorFailed("rank 0 was killed", rank=0))
+    executor.callbacks[0](ExecutorFailed("no rank's fault"))
+    assert lost == [(1, "rank 1 failed in execute_model: ValueError: boom"), (0, "rank 0 was killed")]

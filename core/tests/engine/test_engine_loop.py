@@ -96,6 +96,7 @@ class Harness:
         self.sender.connect(f"ipc://{folder}/engine-0")
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._run)
+        self.closed = False
 
     def _run(self) -> None:
         try:
@@ -125,7 +126,9 @@ class Harness:
             self.thread.join(10)
             assert not self.thread.is_alive()
         self.context.destroy(linger=0)
-        self.loop.close()
+        if not self.closed:
+            self.loop.close()
+        self.closed = True
 
 
 @pytest.fixture
@@ -210,6 +213,18 @@ def test_an_error_of_a_step_comes_out(harness: Harness) -> None:
     harness.send(request("a"))
     harness.thread.join(10)
     assert str(harness.error) == "the executor broke"
+
+
+def test_a_failure_ends_a_loop_that_has_nothing_to_do(harness: Harness) -> None:
+    harness.outputs(0, 0)
+    harness.loop.fail(ValueError("a rank was killed"))
+    harness.thread.join(10)
+    assert str(harness.error) == "a rank was killed"
+
+
+def test_a_failure_after_the_end_is_harmless(harness: Harness) -> None:
+    harness.close()
+    harness.loop.fail(ValueError("too late"))
 
 
 def test_a_server_that_reads_nothing_loses_its_requests_and_no_one_elses(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from fourfold.checkpoints.sharded_index import ShardedTensor, ShardPiece, read_index
+from fourfold.checkpoints.tensor_region import TensorRegion
 from fourfold.config.options import build_engine_config
 from fourfold.contracts.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from fourfold.engine.executor_client import ExecutorClient
@@ -37,7 +41,17 @@ class FakeExecutor:
                 assert msgspec.msgpack.decode(args[0], type=StepMessage).step == 7
                 assert non_block
                 return self.step
+            case "save_sharded_state":
+                return [self.saved(rank, args[0]) for rank in range(self.world_size)]
+            case "stop_profile":
+                return ["/traces/rank-0.json", "/traces/rank-1.json"]
         return [None] * self.world_size
+
+    @staticmethod
+    def saved(rank, folder):
+        Path(folder).mkdir(exist_ok=True)
+        piece = ShardPiece(file=f"{rank}", key="a#0", region=TensorRegion((rank,), (1,)))
+        return msgspec.msgpack.encode({"a": ShardedTensor(shape=(2,), pieces=[piece])})
 
     def on_failure(self, callback):
         self.calls.append(("on_failure", callback, None))
@@ -59,7 +73,8 @@ def executor():
 
 @pytest.fixture
 def client(executor):
-    return ExecutorClient(executor, build_engine_config(startup_timeout=9, rpc_timeout=3))
+    config = build_engine_config(startup_timeout=9, rpc_timeout=3)
+    return ExecutorClient(executor, config, started=time.monotonic() - 4)
 
 
 def test_calls_carry_typed_messages_and_their_deadlines(client, executor):
@@ -70,9 +85,9 @@ def test_calls_carry_typed_messages_and_their_deadlines(client, executor):
     client.on_failure(print)
     client.shutdown()
     assert executor.calls == [
-        ("load", 9, None),
-        ("initialize_cache", 9, None),
-        ("warm_up", 9, None),
+        ("load", pytest.approx(5, abs=1), None),
+        ("initialize_cache", pytest.approx(5, abs=1), None),
+        ("warm_up", pytest.approx(5, abs=1), None),
         ("check_health", 0.5, None),
         ("on_failure", print, None),
         ("shutdown", None, None),
@@ -99,6 +114,21 @@ def test_a_reply_that_is_no_step_output_is_an_error_of_the_future(client, execut
     executor.step.set_result(b"\xc1")
     with pytest.raises(msgspec.DecodeError):
         future.result(0)
+
+
+def test_a_sharded_state_gets_an_index_of_all_ranks(client, executor, tmp_path):
+    client.save_sharded_state(tmp_path / "new")
+    assert executor.calls == [("save_sharded_state", 9, None)]
+    index = read_index(tmp_path / "new")
+    assert index.num_ranks == 2
+    assert [(piece.file, piece.region.start) for piece in index.tensors["a"].pieces] == [("0", (0,)), ("1", (1,))]
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["sharded.index.json"]
+
+
+def test_profiles(client, executor, tmp_path):
+    client.start_profile(tmp_path)
+    assert client.stop_profile() == [Path("/traces/rank-0.json"), Path("/traces/rank-1.json")]
+    assert executor.calls == [("start_profile", None, None), ("stop_profile", 9, None)]
 
 
 def test_steps_in_flight_are_what_executor_and_user_allow(executor):

@@ -118,11 +118,9 @@ def test_qkv(world_size: int) -> None:
             layer.load(f"{part}.bias", biases[part])
         cut = cut_heads(HEADS, KV_HEADS, rank, world_size)
         out = layer(x).view(5, -1, DIM)
-        queries, keys, values = out.split([cut.num_heads, cut.num_kv_heads, cut.num_kv_heads], dim=1)
-        for slot, head in enumerate(cut.slots):
-            expected = torch.zeros(5, DIM) if head is None else whole["q"][:, head]
-            torch.testing.assert_close(queries[:, slot], expected)
-            seen += [] if head is None else [head]
+        queries, keys, values = out.split([len(cut.heads), len(cut.kv_heads), len(cut.kv_heads)], dim=1)
+        torch.testing.assert_close(queries, whole["q"][:, cut.heads.start : cut.heads.stop])
+        seen += cut.heads
         torch.testing.assert_close(keys, whole["k"][:, cut.kv_heads.start : cut.kv_heads.stop])
         torch.testing.assert_close(values, whole["v"][:, cut.kv_heads.start : cut.kv_heads.stop])
     assert seen == list(range(HEADS))
@@ -140,14 +138,11 @@ def test_row(world_size: int, by_heads: bool) -> None:
         layer.load("weight", weight)
         layer.load("bias", bias)
         if by_heads:
-            heads = x.view(5, HEADS, DIM)
-            slots = cut_heads(HEADS, KV_HEADS, rank, world_size).slots
-            # What attention leaves in an empty slot is no zero: it must meet zero weights.
-            local = torch.cat([torch.ones(5, DIM) if slot is None else heads[:, slot] for slot in slots], dim=1)
+            heads = cut_heads(HEADS, KV_HEADS, rank, world_size).heads
+            columns = range(heads.start * DIM, heads.stop * DIM)
         else:
             columns = cut_features(features, rank, world_size)
-            local = x[:, columns.start : columns.stop]
-        total += layer(local)
+        total += layer(x[:, columns.start : columns.stop])
     torch.testing.assert_close(total, x @ weight.T + bias)
 
 

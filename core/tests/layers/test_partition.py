@@ -10,16 +10,12 @@ from fourfold.layers.partition import cut_evenly, cut_features, cut_heads, vocab
 
 def test_nine_heads_over_two_ranks() -> None:
     first, second = cut_heads(9, 3, 0, 2), cut_heads(9, 3, 1, 2)
-    assert first.slots == (0, 1, 2, 3, 4, None)
-    assert list(first.kv_heads) == [0, 1]
-    assert second.slots == (5, None, None, 6, 7, 8)
-    assert list(second.kv_heads) == [1, 2]
-    assert list(first.runs()) == [(0, range(5))]
-    assert list(second.runs()) == [(0, range(5, 6)), (3, range(6, 9))]
+    assert (first.heads, first.kv_heads, first.group_sizes) == (range(5), range(2), (3, 2))
+    assert (second.heads, second.kv_heads, second.group_sizes) == (range(5, 9), range(1, 3), (1, 3))
 
 
-def test_nine_heads_over_three_and_nine_ranks_need_no_empty_slot() -> None:
-    assert [cut_heads(9, 3, rank, 3).slots for rank in range(3)] == [(0, 1, 2), (3, 4, 5), (6, 7, 8)]
+def test_nine_heads_over_three_and_nine_ranks() -> None:
+    assert [cut_heads(9, 3, rank, 3).heads for rank in range(3)] == [range(3), range(3, 6), range(6, 9)]
     assert [list(cut_heads(9, 3, rank, 9).kv_heads) for rank in range(9)] == [[0]] * 3 + [[1]] * 3 + [[2]] * 3
 
 
@@ -29,23 +25,17 @@ def test_more_ranks_than_heads() -> None:
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.data())
-def test_heads_are_covered_once_and_serve_evenly(num_kv_heads: int, group: int, data: st.DataObject) -> None:
+def test_heads_are_covered_once_and_served_by_their_own(num_kv_heads: int, group: int, data: st.DataObject) -> None:
     num_heads = num_kv_heads * group
     world_size = data.draw(st.integers(1, num_heads))
     cuts = [cut_heads(num_heads, num_kv_heads, rank, world_size) for rank in range(world_size)]
-    assert [head for cut in cuts for head in cut.slots if head is not None] == list(range(num_heads))
-    sizes = [sum(head is not None for head in cut.slots) for cut in cuts]
+    assert [head for cut in cuts for head in cut.heads] == list(range(num_heads))
+    sizes = [len(cut.heads) for cut in cuts]
     assert max(sizes) - min(sizes) <= 1
     for cut in cuts:
-        share, rest = divmod(cut.num_heads, cut.num_kv_heads)
-        assert rest == 0
-        for slot, head in enumerate(cut.slots):
-            if head is not None:
-                assert cut.kv_heads[slot // share] == head // group
-        filled = [head for _, heads in cut.runs() for head in heads]
-        assert filled == [head for head in cut.slots if head is not None]
-    if world_size == 1:
-        assert None not in cuts[0].slots
+        served = [kv_head for kv_head, size in zip(cut.kv_heads, cut.group_sizes, strict=True) for _ in range(size)]
+        assert served == [head // group for head in cut.heads]
+        assert min(cut.group_sizes) >= 1
 
 
 @given(st.integers(1, 5000), st.integers(1, 16))

@@ -17,7 +17,7 @@ from fourfold.checkpoints.resolve import resolve_checkpoint
 from fourfold.config.engine_config import EngineConfig
 from fourfold.config.model_config import ModelConfig
 from fourfold.config.parallel_config import ParallelConfig
-from fourfold.distributed.model_parallel import initialize_model_parallel
+from fourfold.distributed.model_parallel import GroupLinks, initialize_model_parallel
 from fourfold.entries import WorkerContext
 from fourfold.errors import ConfigError
 from fourfold.layout import ParallelLayout
@@ -44,9 +44,15 @@ class ThreadCommunicator:
     def all_reduce(self, tensor: torch.Tensor, *, channel: int = 0) -> torch.Tensor:
         return torch.stack(self._exchange(tensor)).sum(0)
 
-    def gather(self, tensor: torch.Tensor, *, destination: int = 0, channel: int = 0) -> list[torch.Tensor] | None:
+    def gather(
+        self, tensor: torch.Tensor, *, destination: int = 0, out: Sequence[torch.Tensor] = (), channel: int = 0
+    ) -> list[torch.Tensor] | None:
         everyone = self._exchange(tensor)
-        return everyone if self.rank == destination else None
+        if self.rank != destination:
+            return None
+        for target, one in zip(out, everyone, strict=True):
+            target.copy_(one)
+        return list(out)
 
     def close(self) -> None:
         pass
@@ -56,6 +62,10 @@ class ThreadCommunicator:
 
     def capture(self) -> AbstractContextManager[None]:
         raise NotImplementedError
+
+
+def linked(communicator: Any) -> GroupLinks:
+    return GroupLinks(name="threads", communicator=communicator, host=communicator)
 
 
 def on_ranks(world_size: int, run: Callable[[ThreadCommunicator], Any]) -> list[Any]:
@@ -124,11 +134,10 @@ def test_logits_of_every_cut_equal_the_whole(
             device=torch.device("cpu"),
             dtype=torch.float32,
             progress=NoProgress(),
-            parallel=initialize_model_parallel(layout, rank, lambda group, ranks, place: communicator),
+            parallel=initialize_model_parallel(layout, rank, lambda group, ranks, place: linked(communicator)),
         )
         steps = paged(decoder)
-        pieces: Sequence[torch.Tensor] = [steps.step({0: ids[:20]}), steps.step({0: ids[20:]})]
-        return torch.cat(list(pieces))
+        return torch.cat([steps.step({0: ids[:20]}).clone(), steps.step({0: ids[20:]}).clone()])
 
     logits = on_ranks(world_size, run)
     assert (logits[0] - reference_logits(model, ids)).abs().max() < 1e-3
@@ -151,7 +160,9 @@ def test_more_ranks_than_heads_are_refused(
             dtype=torch.float32,
             progress=NoProgress(),
             parallel=initialize_model_parallel(
-                layout, 0, lambda group, ranks, place: ThreadCommunicator(0, [None] * 16, threading.Barrier(16))
+                layout,
+                0,
+                lambda group, ranks, place: linked(ThreadCommunicator(0, [None] * 16, threading.Barrier(16))),
             ),
         )
 

@@ -13,12 +13,13 @@ from fourfold.config.engine_config import EngineConfig
 from fourfold.config.scheduler_config import SchedulerConfig
 from fourfold.contracts.attention_backend import AttentionMetadata
 from fourfold.contracts.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from fourfold.distributed.model_parallel import ModelParallel
 from fourfold.entries import ComputeContext
 from fourfold.layers.torch_operators import TorchOperators
 from fourfold.messages import NewRequest, ScheduledRequest, StepMessage, StepOutput
 from fourfold.sampling_params import SamplingParams
 from fourfold.worker.device import CpuDevice
-from fourfold.worker.model_runner import ModelRunner
+from fourfold.worker.model_runner import ALONE, ModelRunner
 
 VOCABULARY = 97
 BLOCK = 8
@@ -70,7 +71,10 @@ class HistoryModel:
         hidden[:, 0] /= len(kv_caches)
         return hidden
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def collect_logits(self, local: torch.Tensor) -> torch.Tensor:
+        return local
+
+    def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self.logit_rows.append(len(hidden))
         ids = torch.arange(VOCABULARY, dtype=torch.float64)
         rows = 4 * torch.cos(hidden[:, :1].double() * (ids + 1) * 0.37 + ids)
@@ -193,6 +197,7 @@ def drive(
     max_num_seqs: int = 8,
     max_model_len: int = 64,
     max_num_batched_tokens: int = 64,
+    parallel: ModelParallel = ALONE,
 ) -> Driver:
     model = model or HistoryModel()
     specs = model.kv_cache_specs()
@@ -206,6 +211,7 @@ def drive(
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
         max_model_len=max_model_len,
         vocabulary_size=VOCABULARY,
+        parallel=parallel,
     )
     return Driver(runner, num_groups=len(groups), num_blocks=65)
 

@@ -73,7 +73,7 @@ def reference(spec, qkv, first):
     q = heads[first:, : spec.num_heads]
     k = heads[:, spec.num_heads : spec.num_heads + spec.num_kv_heads]
     v = heads[:, spec.num_heads + spec.num_kv_heads :]
-    repeat = spec.num_heads // spec.num_kv_heads
+    repeat = torch.tensor(spec.groups)
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     scores = torch.einsum("ihd,jhd->hij", q, k) * spec.scale
     if spec.soft_cap:
@@ -105,6 +105,33 @@ def test_mixed_prefill_and_decode(attention_context, dim, heads, kv_heads):
     batch = Batch(*make(attention_context, heads, kv_heads, dim), MIXED)
     batch.fill()
     check(batch, batch.run(batch.new_ranges()))
+
+
+@pytest.mark.parametrize("group_sizes", [(3, 2), (1, 3), (2,), (1, 30, 64)])
+@pytest.mark.parametrize("window", [0, 100])
+def test_kv_heads_that_serve_unequally_many(attention_context, group_sizes, window):
+    backend, spec = make(
+        attention_context, sum(group_sizes), len(group_sizes), group_sizes=group_sizes, sliding_window=window
+    )
+    batch = Batch(backend, spec, MIXED)
+    batch.fill()
+    check(batch, batch.run(batch.new_ranges()))
+
+
+def test_a_head_gives_the_same_bits_on_any_rank(attention_context, thread_counts):
+    """Of 9 heads over 3 kv heads, the 5 first ones alone, with 1 thread and several."""
+    for threads in thread_counts:
+        torch.set_num_threads(threads)
+        whole, spec = make(attention_context)
+        batch = Batch(whole, spec, [(300, 1), (0, 17), (130, 50)])
+        batch.fill()
+        expected = batch.run(batch.new_ranges()).view(-1, 9, 64)[:, :5]
+        part, part_spec = make(attention_context, 5, 2, group_sizes=(3, 2))
+        share = Batch(part, part_spec, batch.lengths)
+        kept = [*range(5), 9, 10, 12, 13]  # queries, keys, values
+        share.qkv = [qkv.view(-1, 15, 64)[:, kept].reshape(-1, 9 * 64) for qkv in batch.qkv]
+        share.fill()
+        assert torch.equal(share.run(share.new_ranges()).view(-1, 5, 64), expected)
 
 
 @pytest.mark.parametrize("window", [1, 16, 100, 1000])
@@ -205,8 +232,10 @@ def test_empty_batch_and_empty_sequences(attention_context):
 def test_refuses_what_it_cannot_do(attention_context):
     with pytest.raises(Unsupported, match="multiple of 16"):
         make(attention_context, dim=72)
-    with pytest.raises(Unsupported, match="evenly"):
+    with pytest.raises(Unsupported, match="3 kv heads cannot serve 7 query heads"):
         make(attention_context, heads=7, kv_heads=3)
+    with pytest.raises(Unsupported, match="up to 64 query heads, not 65"):
+        make(attention_context, heads=66, kv_heads=2, group_sizes=(1, 65))
     backend, _ = make(attention_context)
     with pytest.raises(Unsupported, match="blocks of a multiple of 16"):
         backend.kv_cache_shape(4, 8)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 
 import pytest
 import torch
 
 from fourfold.contracts.attention_backend import AttentionMetadata
+from fourfold.contracts.host_recording import current_recorder, recording
 from fourfold.contracts.step_graph import StepRecorder
 from fourfold.errors import Unsupported
 from fourfold_kernels_cpu.attention import Avx512Attention
@@ -170,3 +172,38 @@ def test_a_failed_capture_leaves_no_trace(compute_context):
         operators.capture(lambda: operators.rms_norm(x, weight, 1e-5) * 2)
     graph = operators.capture(lambda: operators.rms_norm(x, weight, 1e-5))
     assert torch.equal(graph.replay(), operators.rms_norm(x, weight, 1e-5))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_calls_of_others_run_in_order_and_in_place(compute_context, threads):
+    torch.set_num_threads(threads)
+    operators, x = Avx512Operators(compute_context), torch.ones(3, 32).bfloat16()
+    seen = []
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    def double(argument):
+        seen.append(argument)
+        x.mul_(2)
+
+    argument = ctypes.create_string_buffer(8)
+    program = KernelProgram()
+    with program.capture():
+        operators.scale(x, 3.0)
+        current_recorder().record_call(
+            ctypes.cast(double, ctypes.c_void_p).value,
+            ctypes.addressof(argument),
+            tensors=(x,),
+            keep=(double, argument),
+        )
+        operators.scale(x, 0.5)
+    assert current_recorder() is None
+    assert seen == []
+    for times in (1, 2):
+        program.replay()
+        assert x.unique().tolist() == [3.0**times]
+    assert seen == [ctypes.addressof(argument)] * 2
+
+
+def test_recordings_do_not_nest():
+    with KernelProgram().capture(), pytest.raises(Unsupported, match="do not nest"), recording(KernelProgram()):
+        pass

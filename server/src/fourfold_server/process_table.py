@@ -22,7 +22,7 @@ class ProcessTable:
         self._parallel = parallel
         self._lock = threading.Lock()
         self._states: dict[tuple[str, str], ProcessState] = {}
-        self._workers: dict[int, list[dict[str, Any]]] = {}
+        self._workers: dict[int, list[ProcessState]] = {}
 
     def set(self, role: str, label: str, state: str, *, pid: int | None = None, detail: str = "") -> None:
         """Show a process of this host, by default this one. One that has gone already is not shown."""
@@ -33,10 +33,7 @@ class ProcessTable:
             return
         with self._lock:
             self._states[role, label] = entry
-            try:
-                self._run_directory.write_state(entry)
-            except OSError as error:  # a full disk must not end what serves
-                logger.warning("`fourfold ps` cannot be told of %s %s: %s", role, label, error)
+            self._write(entry)
 
     def remove(self, role: str, label: str) -> None:
         """Show a process no longer."""
@@ -45,9 +42,14 @@ class ProcessTable:
             self._run_directory.remove_state(role, label)
 
     def set_workers(self, engine: int, workers: list[dict[str, Any]]) -> None:
-        """Show the worker processes of an engine, as its EngineReady names them."""
+        """Show the worker processes of an engine, as its EngineReady names them, in place of earlier ones."""
+        states = msgspec.convert(workers, list[ProcessState])
         with self._lock:
-            self._workers[engine] = workers
+            for gone in self._workers.pop(engine, []):
+                self._run_directory.remove_state(gone.role, gone.label)
+            self._workers[engine] = states
+            for state in states:
+                self._write(state)
 
     def topology(self) -> dict[str, Any]:
         """Processes, rank groups and replicas, as JSON-able values."""
@@ -56,7 +58,7 @@ class ProcessTable:
             workers = [worker for engine in sorted(self._workers) for worker in self._workers[engine]]
         layout = self._parallel.layout
         return {
-            "processes": [*map(_without_start_time, states), *workers],
+            "processes": [_without_start_time(state) for state in [*states, *workers]],
             "groups": {
                 "tp": layout.tp_groups(),
                 "pp": layout.pp_groups(),
@@ -67,6 +69,12 @@ class ProcessTable:
                 {"label": state.label, "state": state.state} for state in states if state.role == "engine_core"
             ],
         }
+
+    def _write(self, state: ProcessState) -> None:
+        try:
+            self._run_directory.write_state(state)
+        except OSError as error:  # a full disk must not end what serves
+            logger.warning("`fourfold ps` cannot be told of %s %s: %s", state.role, state.label, error)
 
 
 def _without_start_time(state: ProcessState) -> dict[str, Any]:

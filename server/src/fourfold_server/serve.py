@@ -177,14 +177,20 @@ def _check_config(config: EngineConfig, registry: PluginRegistry) -> EngineConfi
     """The config with ``auto`` resolved, after a look at the model's description."""
     from fourfold.checkpoints.progress import NoProgress
     from fourfold.checkpoints.resolve import describe_checkpoint
+    from fourfold.models.parallel_limits import check_cut
 
     if config.parallel.data_parallel_size > 1:
         raise ConfigError(
             f"--data-parallel-size is {config.parallel.data_parallel_size}; this version serves one replica"
         )
+    entry = registry.executors().get(config.backends.executor)
+    if entry is not None and entry.offline_only:
+        raise ConfigError(
+            f"--executor {entry.name} is for the offline LLM alone: {entry.offline_only}; choose another one, or auto"
+        )
     resolved = resolve(config, registry)
     logger.info("%s", "; ".join(resolved.reasons))
-    describe_checkpoint(config.model, registry, NoProgress())
+    check_cut(describe_checkpoint(config.model, registry, NoProgress()), config.parallel)
     return resolved.config
 
 

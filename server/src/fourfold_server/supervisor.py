@@ -31,6 +31,8 @@ ROLE = "engine_core"
 RAPID_CRASH_SECONDS = 60.0
 """An engine that dies sooner than this after its start counts as crashing rapidly."""
 MAX_RAPID_CRASHES = 3
+_STARTUP_GRACE = 5.0
+"""Seconds, or a tenth if that is less, beyond --startup-timeout: the engine, which knows for whom it waits, reports."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +178,8 @@ class EngineSupervisor:
             self._give_up(Failure(message=str(error), status=1))
             return
         self._table.set(ROLE, engine.label, "starting", pid=child.pid)
-        engine.wake_time = engine.started + self._timeouts.startup_timeout
+        timeout = self._timeouts.startup_timeout
+        engine.wake_time = engine.started + timeout + min(_STARTUP_GRACE, timeout / 10)
         engine.on_wake = partial(self._end_overdue, engine, child)
 
     def _hear(self, engine: _Engine, report: bytes) -> None:

@@ -66,7 +66,7 @@ def _read_config(path: Path) -> Mapping[str, Any]:
 
 def _context(config: ModelConfig, registry: PluginRegistry) -> CheckpointContext:
     return CheckpointContext(
-        cache_folder=default_cache_folder(), describe=partial(describe_config, registry), seed=config.seed
+        cache_folder=default_cache_folder(), describe=partial(describe_config, registry), seed=config.effective_seed
     )
 
 

@@ -131,13 +131,17 @@ class MappedFile:
 
 
 class SafetensorsWriter:
-    """Writes a file of F32 tensors whose shapes are known beforehand, in any order, from several threads."""
+    """Writes a file of tensors whose shapes are known beforehand, in any order, from several threads."""
 
-    def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self, path: Path, shapes: Mapping[str, tuple[int, ...]], *, dtypes: Mapping[str, torch.dtype] | None = None
+    ) -> None:
+        """Tensors that ``dtypes`` leaves out are F32. Raises CheckpointError for a dtype that is not read here."""
         header, self._offsets, offset = {}, dict[str, int](), 0
         for name, shape in shapes.items():
-            size = math.prod(shape) * _ITEM_SIZES["F32"]
-            header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, offset + size]}
+            dtype = "F32" if dtypes is None or name not in dtypes else _dtype_name(dtypes[name])
+            size = math.prod(shape) * _ITEM_SIZES[dtype]
+            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
             self._offsets[name] = offset
             offset += size
         encoded = json.dumps(header).encode()
@@ -148,7 +152,7 @@ class SafetensorsWriter:
         os.ftruncate(self._file, self._data + offset)
 
     def write(self, name: str, data: memoryview, *, first_byte: int = 0) -> None:
-        """Store ``data`` (fp32 bytes) as the tensor's bytes from ``first_byte`` on."""
+        """Store ``data`` (bytes of its dtype) as the tensor's bytes from ``first_byte`` on."""
         self._write_all(data, self._data + self._offsets[name] + first_byte)
 
     def _write_all(self, data: bytes | memoryview, offset: int) -> None:
@@ -160,3 +164,13 @@ class SafetensorsWriter:
     def close(self) -> None:
         """Close the file."""
         os.close(self._file)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    found = next((short for short, long in _TORCH_NAMES.items() if long == name), None)
+    if found is None:
+        raise CheckpointError(
+            f"a tensor of dtype {name} cannot be stored; supported: {', '.join(_TORCH_NAMES.values())}"
+        )
+    return found

@@ -8,6 +8,7 @@ import os
 import random
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -19,6 +20,7 @@ from fourfold.config.options import build_engine_config
 from fourfold.config.resolution import resolve
 from fourfold.engine.build import build_engine
 from fourfold.engine.engine_core import EngineCore
+from fourfold.engine.executor_client import ExecutorClient
 from fourfold.errors import ConfigError, EngineError, ExecutorClosed, RequestError
 from fourfold.messages import AddRequest, FinishReason, RequestOutput
 from fourfold.plugins import load_plugins
@@ -60,8 +62,9 @@ class LLM:
         self.vocabulary_size = self._text.vocabulary_size
         """Token ids are 0 to this, exclusive."""
         self._core: EngineCore | None = built.core
+        self._client = built.client
         self._ready = built.ready
-        self._seeds = random.Random(self.config.model.seed)
+        self._seeds = random.Random(self.config.model.effective_seed)
         self._serial = itertools.count()
         self._pid = os.getpid()
         self._events.engine_started(self._ready)
@@ -82,6 +85,21 @@ class LLM:
                 core.shutdown()
             finally:
                 self._events.engine_stopped(self._ready)
+
+    def save_sharded_state(self, folder: str | os.PathLike[str]) -> None:
+        """Save what every rank holds of the weights into a new folder; ``LLM(folder)`` loads it, at any cut.
+
+        Each rank then reads its own part alone, wherever the cut is the same. Raises WorkerError for a folder in use.
+        """
+        self._open_client().save_sharded_state(folder)
+
+    def start_profile(self, folder: str | os.PathLike[str]) -> None:
+        """Trace every rank until ``stop_profile``; raises WorkerError where a profile is running."""
+        self._open_client().start_profile(folder)
+
+    def stop_profile(self) -> list[Path]:
+        """Write one trace a rank into the folder and return the paths; raises WorkerError where none is running."""
+        return self._open_client().stop_profile()
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -123,6 +141,11 @@ class LLM:
             for conversation in conversations
         ]
         return self._run([_Encoded(None, token_ids) for token_ids in encoded], params)
+
+    def _open_client(self) -> ExecutorClient:
+        if self._core is None:
+            raise ExecutorClosed("this LLM is closed; build another one")
+        return self._client
 
     def _encode(self, prompt: Prompt, place: int) -> _Encoded:
         text: Any = prompt

@@ -26,13 +26,13 @@ class ModelConfig:
     max_model_len: int | None = None
     """Prompt and output tokens of one request at most; default: what the model was made for."""
     load_format: LoadFormat = "auto"
-    """How weights are read: auto, safetensors, gguf, or dummy (seeded random, for benchmarks)."""
+    """How weights are read: auto, safetensors, sharded, gguf, or dummy (seeded random, for benchmarks)."""
     tokenizer: str = "auto"
     """Name of the tokenizer backend."""
     chat_template: str | None = None
     """A file with a jinja2 chat template in place of the model's."""
-    seed: int = 0
-    """Seed of dummy weights and of requests that bring none."""
+    seed: int | None = None
+    """Seed of dummy weights and of requests that bring none; default: 0."""
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -46,8 +46,13 @@ class ModelConfig:
                 raise ConfigError(f"{option} is empty; give a value, or leave the option out")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError(f"--max-model-len is {self.max_model_len}; 2 or more")
-        if not 0 <= self.seed < 2**63:
+        if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed is {self.seed}; from 0 to 2**63 - 1")
+
+    @property
+    def effective_seed(self) -> int:
+        """The seed to draw with, given or not."""
+        return self.seed or 0
 
     @property
     def served_names(self) -> tuple[str, ...]:

@@ -18,6 +18,8 @@ class ParallelConfig:
     """Stages that share the depth."""
     data_parallel_size: int = 1
     """Copies of the engine."""
+    debug_collectives: bool = False
+    """Whether ranks compare every collective before they run it, and name the first that differs; slow."""
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from fourfold.errors import Unsupported
+
 if TYPE_CHECKING:
     import torch
 
@@ -24,6 +26,20 @@ class AttentionSpec:
     """Scores become ``cap * tanh(score / cap)``; 0 is none."""
     rotary_dim: int = 0
     """Leading dimensions of a head that rotate; 0 is none."""
+    group_sizes: tuple[int, ...] = ()
+    """Query heads of each kv head, in order, where they differ: a rank that holds 5 of 9 heads over 3 kv heads has
+    (3, 2). Empty: all kv heads serve equally many."""
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Query heads of each kv head, in order; raises Unsupported for sizes that do not fit together."""
+        sizes = self.group_sizes or (self.num_heads // self.num_kv_heads,) * self.num_kv_heads
+        if len(sizes) != self.num_kv_heads or sum(sizes) != self.num_heads or min(sizes) < 1:
+            raise Unsupported(
+                f"{self.num_kv_heads} kv heads cannot serve {self.num_heads} query heads as {list(sizes)}; "
+                "group_sizes tells how many each one serves"
+            )
+        return sizes
 
 
 @dataclass(kw_only=True, slots=True)

@@ -65,8 +65,19 @@ class Communicator(Protocol):
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0, channel: int = 0) -> torch.Tensor:
         """Copy ``source``'s tensor to every rank, in place."""
 
-    def gather(self, tensor: torch.Tensor, *, destination: int = 0, channel: int = 0) -> list[torch.Tensor] | None:
-        """All ranks' tensors on ``destination``, None elsewhere."""
+    def gather(
+        self,
+        tensor: torch.Tensor,
+        *,
+        destination: int = 0,
+        out: Sequence[torch.Tensor] | None = None,
+        channel: int = 0,
+    ) -> list[torch.Tensor] | None:
+        """All ranks' tensors on ``destination``, None elsewhere.
+
+        ``out``, which only ``destination`` may give, are tensors of their shape to fill in place of new ones; their rows
+        may lie apart.
+        """
 
     def all_to_all(
         self, tensor: torch.Tensor, *, send_sizes: Sequence[int], receive_sizes: Sequence[int], channel: int = 0

@@ -84,5 +84,11 @@ class Executor(Protocol):
     def on_failure(self, callback: Callable[[EngineError], None]) -> None:
         """Call back once when the executor breaks for good; at once if it already has."""
 
+    def processes(self) -> list[dict[str, Any]]:
+        """The ranks' own processes as rows of ``/topology``, in rank order; empty when they run in the caller's.
+
+        A row is a ``fourfold.supervision.run_directory.ProcessState`` as plain values.
+        """
+
     def shutdown(self) -> None:
         """End all workers. Idempotent, and safe in any half-built state."""

@@ -36,8 +36,9 @@ class LinearMethod(Protocol):
     def apply(self, weight: LinearWeight, x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """``x`` [T, in] -> [T, out] with bias, in ``out_dtype`` (default: that of ``x``)."""
 
-    def embed(self, weight: LinearWeight, token_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, weight: LinearWeight, token_ids: torch.Tensor, *, first_id: int | None = None) -> torch.Tensor:
         """Rows of the weight as an embedding table: int64 [T] -> [T, in], in the weight's dtype.
 
-        Serves tied embeddings, so that a prepacked head needs no dense copy beside it.
+        With ``first_id`` the weight holds the rows of ids from there on, and ids of other rows give zeros; without, it
+        holds them all. Serves tied embeddings, so that a prepacked head needs no dense copy beside it.
         """

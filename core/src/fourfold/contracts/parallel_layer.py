@@ -30,6 +30,16 @@ class VocabularyLayer(ParallelLayer, Protocol):
         """This rank's rows, padding included."""
 
 
+class HeadLayer(ParallelLayer, Protocol):
+    """A head, called as a whole or in two halves of which the first may be recorded and the second talks."""
+
+    def shard(self, x: torch.Tensor) -> torch.Tensor:
+        """[R, H] -> this rank's part of the logits, fp32."""
+
+    def collect(self, shard: torch.Tensor) -> torch.Tensor:
+        """This rank's part -> fp32 [R, V] on the group's first rank, [0, V] on the others."""
+
+
 class TensorSlices(Protocol):
     """A checkpoint tensor that is read only where it is indexed, so that a rank touches only its slices."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 
 from fourfold.checkpoints.progress import NoProgress
@@ -12,8 +13,17 @@ from fourfold.engine.cache_plan import plan_cache
 from fourfold.engine.engine_core import EngineCore
 from fourfold.engine.executor_client import ExecutorClient
 from fourfold.entries import ExecutorContext, SchedulerContext
-from fourfold.errors import CheckpointError, ConfigError, EngineError, FourfoldError, PluginError, WorkerError
+from fourfold.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    ExecutorFailed,
+    FourfoldError,
+    PluginError,
+    WorkerError,
+)
 from fourfold.messages import EngineReady
+from fourfold.models.parallel_limits import check_cut
 from fourfold.plugins import PluginRegistry
 from fourfold.selection import select
 
@@ -25,6 +35,8 @@ class BuiltEngine:
     """An engine that has done a real forward pass."""
 
     core: EngineCore
+    client: ExecutorClient
+    """Of the ranks that ``core`` drives, for what is no step."""
     ready: EngineReady
 
 
@@ -34,12 +46,14 @@ def build_engine(config: EngineConfig, registry: PluginRegistry, *, dp_rank: int
     Raises what went wrong, after ending the ranks: ConfigError and PluginError for what the user can change,
     EngineError for a rank that failed.
     """
+    started = time.monotonic()
     description = describe_checkpoint(config.model, registry, NoProgress())
+    check_cut(description, config.parallel)
     scheduler = select("scheduler", registry.schedulers(), config.backends.scheduler, config)
     executor = select("executor", registry.executors(), config.backends.executor, config)
     logger.debug("%s; %s", executor.reason, scheduler.reason)  # the names were chosen, and logged, before
     context = ExecutorContext(config=config, layout=config.parallel.layout, dp_rank=dp_rank)
-    client = ExecutorClient(executor.entry.build(context), config)
+    client = ExecutorClient(executor.entry.build(context), config, started=started)
     try:
         client.on_failure(lambda error: _tell_lost(registry, error))
         workers = client.load()
@@ -72,8 +86,9 @@ def build_engine(config: EngineConfig, registry: PluginRegistry, *, dp_rank: int
         device=workers[0].device,
         dtype=workers[0].dtype,
         backends={"executor": executor.entry.name, "scheduler": scheduler.entry.name, **workers[0].backends},
+        workers=client.processes(),
     )
-    return BuiltEngine(core=core, ready=ready)
+    return BuiltEngine(core=core, client=client, ready=ready)
 
 
 def _refusal(error: WorkerError, *, num_ranks: int) -> FourfoldError | None:
@@ -87,7 +102,7 @@ def _refusal(error: WorkerError, *, num_ranks: int) -> FourfoldError | None:
 
 
 def _tell_lost(registry: PluginRegistry, error: EngineError) -> None:
-    if isinstance(error, WorkerError):
+    if isinstance(error, WorkerError | ExecutorFailed) and error.rank is not None:
         registry.events.worker_lost(error.rank, str(error))
 
 

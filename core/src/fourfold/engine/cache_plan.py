@@ -40,8 +40,9 @@ def plan_cache(workers: Sequence[WorkerInfo], config: CacheConfig, *, max_model_
     if config.num_blocks is not None:
         num_blocks = config.num_blocks
     else:
+        # Every engine of ranks that have one each must come to the same number, whatever its own option is.
         num_blocks = min(
-            (config.kv_cache_memory or info.available_bytes) // block_bytes[info.rank]
+            min(config.kv_cache_memory or info.available_bytes, info.available_bytes) // block_bytes[info.rank]
             for info in workers
             if block_bytes[info.rank]
         )

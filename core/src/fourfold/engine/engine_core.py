@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from time import perf_counter, time
 from typing import Protocol
@@ -30,6 +30,9 @@ class StepClient(Protocol):
 
     def execute_model(self, message: StepMessage) -> Future[StepOutput]:
         """Start a step; steps run in the order of calls."""
+
+    def on_failure(self, callback: Callable[[EngineError], None]) -> None:
+        """Call back once when the workers are lost for good; at once if they are."""
 
     def shutdown(self) -> None:
         """End all workers."""
@@ -160,6 +163,10 @@ class EngineCore:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; running requests go on."""
         self._scheduler.reset_prefix_cache()
+
+    def on_failure(self, callback: Callable[[EngineError], None]) -> None:
+        """Call back once, on any thread, when the workers are lost for good; at once if they are."""
+        self._client.on_failure(callback)
 
     def shutdown(self) -> None:
         """End the workers; idempotent."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -74,16 +75,20 @@ class EngineLoop:
         self._clients = [
             _ApiServer(self._context, f"ipc://{run_directory}/api-{index}") for index in range(num_api_servers)
         ]
+        self._wake_lock = threading.Lock()
         self._stop_event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poller = zmq.Poller()
         self._poller.register(self._inputs, zmq.POLLIN)
         self._poller.register(self._stop_event, zmq.POLLIN)
         self._decoder = msgspec.msgpack.Decoder(EngineInput)
         self._stopping = False
+        self._failure: Exception | None = None
 
     def run(self) -> None:
-        """Serve until ``stop``; whatever the core raises in a step comes out."""
+        """Serve until ``stop``; whatever the core raises in a step comes out, and what ``fail`` was told."""
         while not self._stopping:
+            if self._failure is not None:
+                raise self._failure
             self._take_inputs()
             if self._core.has_work:
                 self._send_step(self._core.step())
@@ -95,12 +100,24 @@ class EngineLoop:
     def stop(self) -> None:
         """Let ``run`` return after the step that it is in."""
         self._stopping = True
-        os.eventfd_write(self._stop_event, 1)
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """Let ``run`` raise ``error`` even when nothing is to do. From any thread."""
+        self._failure = error
+        self._wake()
 
     def close(self) -> None:
         """Close the sockets; what was sent still leaves for up to a second."""
         self._context.destroy(linger=1000)
-        os.close(self._stop_event)
+        with self._wake_lock:
+            os.close(self._stop_event)
+            self._stop_event = -1
+
+    def _wake(self) -> None:
+        with self._wake_lock:
+            if self._stop_event >= 0:
+                os.eventfd_write(self._stop_event, 1)
 
     def _take_inputs(self) -> None:
         for _ in range(_MAX_INPUTS_PER_STEP):

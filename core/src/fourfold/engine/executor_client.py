@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
+from fourfold.checkpoints.sharded_index import ShardedTensor, write_index
 from fourfold.config.engine_config import EngineConfig
 from fourfold.contracts.executor import Executor
 from fourfold.contracts.kv_cache_spec import KVCacheConfig
@@ -20,8 +24,10 @@ T = TypeVar("T")
 class ExecutorClient:
     """The worker methods of one engine as typed calls, for every executor alike."""
 
-    def __init__(self, executor: Executor, config: EngineConfig) -> None:
+    def __init__(self, executor: Executor, config: EngineConfig, *, started: float | None = None) -> None:
+        """``started`` is the ``time.monotonic`` from which --startup-timeout counts; by default it is now."""
         self._executor = executor
+        self._ready_by = (time.monotonic() if started is None else started) + config.timeouts.startup_timeout
         self._startup_timeout = config.timeouts.startup_timeout
         self._rpc_timeout = config.timeouts.rpc_timeout
         self._encoder = msgspec.msgpack.Encoder()
@@ -47,17 +53,17 @@ class ExecutorClient:
 
     def load(self) -> list[WorkerInfo]:
         """Load the weights on every rank; what each rank says of itself, in rank order."""
-        replies = self._executor.collective_rpc("load", timeout=self._startup_timeout)
+        replies = self._executor.collective_rpc("load", timeout=self._startup_left())
         return [self._info_decoder.decode(reply) for reply in replies]
 
     def initialize_cache(self, cache: KVCacheConfig) -> None:
         """Allocate the KV cache on every rank."""
         message = self._encoder.encode(InitializeCache(cache=cache))
-        self._executor.collective_rpc("initialize_cache", args=(message,), timeout=self._startup_timeout)
+        self._executor.collective_rpc("initialize_cache", args=(message,), timeout=self._startup_left())
 
     def warm_up(self) -> None:
         """Run a real forward pass on every rank, so that the first request meets nothing cold."""
-        self._executor.collective_rpc("warm_up", timeout=self._startup_timeout)
+        self._executor.collective_rpc("warm_up", timeout=self._startup_left())
 
     def execute_model(self, step: StepMessage) -> Future[StepOutput]:
         """Start one step; the future holds the output rank's reply, or the error of any rank."""
@@ -74,13 +80,42 @@ class ExecutorClient:
         """Return when every rank has answered within ``timeout`` seconds; raises as ``collective_rpc`` does."""
         self._executor.collective_rpc("check_health", timeout=timeout)
 
+    def save_sharded_state(self, folder: str | os.PathLike[str]) -> None:
+        """Save what every rank holds into a new folder, which is then a checkpoint for any cut.
+
+        Ranks on several hosts need a folder that all of them see. Raises WorkerError for one that is in use.
+        """
+        target = Path(folder).absolute()
+        replies = self._executor.collective_rpc(
+            "save_sharded_state", args=(str(target),), timeout=self._startup_timeout
+        )
+        decoder = msgspec.msgpack.Decoder(dict[str, ShardedTensor])
+        write_index(target, [decoder.decode(reply) for reply in replies])
+
+    def start_profile(self, folder: str | os.PathLike[str]) -> None:
+        """Trace every rank from now on; raises WorkerError where a profile is running."""
+        self._executor.collective_rpc("start_profile", args=(str(Path(folder).absolute()),))
+
+    def stop_profile(self) -> list[Path]:
+        """Write a trace a rank, for a trace viewer, and return the paths; raises WorkerError where none is running."""
+        replies = self._executor.collective_rpc("stop_profile", timeout=self._startup_timeout)
+        return [Path(reply) for reply in replies]
+
     def on_failure(self, callback: Callable[[EngineError], None]) -> None:
         """Call back once when the executor breaks for good; at once if it already has."""
         self._executor.on_failure(callback)
 
+    def processes(self) -> list[dict[str, Any]]:
+        """The workers' own processes, as ``EngineReady.workers`` shows them."""
+        return self._executor.processes()
+
     def shutdown(self) -> None:
         """End all workers; idempotent."""
         self._executor.shutdown()
+
+    def _startup_left(self) -> float:
+        """Seconds of --startup-timeout that are left."""
+        return max(0.0, self._ready_by - time.monotonic())
 
 
 def _decoded(reply: Future[bytes], decode: Callable[[bytes], T]) -> Future[T]:

@@ -64,6 +64,7 @@ def _serve(link: ParentLink, arguments: argparse.Namespace) -> None:
         num_api_servers=arguments.num_api_servers,
     )
     link.on_stop(loop.stop)
+    built.core.on_failure(loop.fail)
     # What lives now lives for good: the collector need not look at it again in the middle of a step.
     gc.collect()
     gc.freeze()

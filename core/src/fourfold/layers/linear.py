@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
-from fourfold.layers.partition import HeadCut, cut_features, cut_heads
+from fourfold.layers.partition import cut_features, cut_heads
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import torch
 
     from fourfold.contracts.linear_method import LinearMethod, LinearWeight
     from fourfold.contracts.parallel_layer import TensorSlices
@@ -67,31 +65,20 @@ class QKVParallelLinear:
         self._method = context.linear_method
         self._head_dim = head_dim
         self._cut = cut_heads(num_heads, num_kv_heads, context.rank, context.world_size)
-        local_heads = self._cut.num_heads + 2 * self._cut.num_kv_heads
+        local_heads = len(self._cut.heads) + 2 * len(self._cut.kv_heads)
         self._weight = _create(context, context.in_features, local_heads * head_dim, bias=context.bias)
 
     def load(self, parameter: str, tensor: TensorSlices) -> None:
         """Take this rank's heads."""
         part, _, kind = parameter.partition(".")
         cut, dim = self._cut, self._head_dim
-        if part == "q":
-            for first_slot, heads in cut.runs():
-                rows = slice(heads.start * dim, heads.stop * dim)
-                _load_rows(self._method, self._weight, kind, tensor[rows], first_slot * dim)
-            for slot, head in enumerate(cut.slots):
-                if head is None:
-                    self._clear_slot(kind, tensor, slot)
-            return
-        first = cut.num_heads + (cut.num_kv_heads if part == "v" else 0)
-        rows = slice(cut.kv_heads.start * dim, cut.kv_heads.stop * dim)
-        _load_rows(self._method, self._weight, kind, tensor[rows], first * dim)
-
-    def _clear_slot(self, kind: str, tensor: TensorSlices, slot: int) -> None:
-        zeros = torch.zeros(self._head_dim, *tensor.shape[1:])
-        _load_rows(self._method, self._weight, kind, zeros, slot * self._head_dim)
+        held = cut.heads if part == "q" else cut.kv_heads
+        first = {"q": 0, "k": len(cut.heads), "v": len(cut.heads) + len(cut.kv_heads)}[part]
+        rows = tensor[held.start * dim : held.stop * dim]
+        _load_rows(self._method, self._weight, kind, rows, first * dim)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, in] -> [T, this rank's query slots, keys, values]."""
+        """[T, in] -> [T, this rank's queries, keys, values]."""
         return self._method.apply(self._weight, x)
 
 
@@ -104,10 +91,10 @@ class RowParallelLinear:
     def __init__(self, context: ParallelLayerContext) -> None:
         self._method = context.linear_method
         self._communicator = context.communicator
-        self._columns, width = _input_columns(context)
+        self._columns = _input_columns(context)
         # The bias is added once: by the first rank.
         self._has_bias = context.bias and context.rank == 0
-        self._weight = _create(context, width, context.out_sizes[0], bias=self._has_bias)
+        self._weight = _create(context, len(self._columns), context.out_sizes[0], bias=self._has_bias)
 
     def load(self, parameter: str, tensor: TensorSlices) -> None:
         """Take this rank's columns."""
@@ -115,15 +102,7 @@ class RowParallelLinear:
             if self._has_bias:
                 self._method.load_bias(self._weight, tensor[:], first_row=0)
             return
-        width = self._weight.in_features
-        if len(self._columns) == 1 and len(self._columns[0][1]) == width:
-            columns = self._columns[0][1]
-            self._method.load_shard(self._weight, tensor[:, columns.start : columns.stop], first_row=0)
-            return
-        local = torch.zeros(tensor.shape[0], width)
-        for first, columns in self._columns:
-            local[:, first : first + len(columns)] = tensor[:, columns.start : columns.stop]
-        self._method.load_shard(self._weight, local, first_row=0)
+        self._method.load_shard(self._weight, tensor[:, self._columns.start : self._columns.stop], first_row=0)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, this rank's inputs] -> [T, out], whole on every rank."""
@@ -133,15 +112,13 @@ class RowParallelLinear:
         return self._communicator.all_reduce(out)
 
 
-def _input_columns(context: ParallelLayerContext) -> tuple[Sequence[tuple[int, range]], int]:
-    """((first local column, columns of the whole), ...) and the local width."""
+def _input_columns(context: ParallelLayerContext) -> range:
+    """Of the whole input."""
     if context.in_heads is None:
-        columns = cut_features(context.in_features, context.rank, context.world_size)
-        return [(0, columns)], len(columns)
+        return cut_features(context.in_features, context.rank, context.world_size)
     num_heads, num_kv_heads, head_dim = context.in_heads
-    cut: HeadCut = cut_heads(num_heads, num_kv_heads, context.rank, context.world_size)
-    stretches = [(slot * head_dim, range(heads.start * head_dim, heads.stop * head_dim)) for slot, heads in cut.runs()]
-    return stretches, cut.num_heads * head_dim
+    heads = cut_heads(num_heads, num_kv_heads, context.rank, context.world_size).heads
+    return range(heads.start * head_dim, heads.stop * head_dim)
 
 
 def _create(context: ParallelLayerContext, in_features: int, out_features: int, *, bias: bool) -> LinearWeight:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fourfold.errors import ConfigError
@@ -15,41 +14,17 @@ VOCABULARY_UNIT = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadCut:
-    """The attention heads of one rank.
+    """The attention heads of one rank, by their numbers in the whole model.
 
-    A rank's query heads may use its kv heads unevenly: 5 of 9 heads over 3 kv heads use kv head 0 three times and kv
-    head 1 twice. ``slots`` then holds an empty slot, so that every kv head serves equally many; an empty slot's query
-    rows and output columns are zero, and the result is the same.
+    Its kv heads may serve unequally many of its query heads: 5 of 9 heads over 3 kv heads use kv head 0 three times and
+    kv head 1 twice.
     """
 
-    slots: tuple[int | None, ...]
-    """Query heads of the whole model in local order; None is an empty slot."""
+    heads: range
     kv_heads: range
-    """Key and value heads of the whole model; neighbouring ranks may hold the same one."""
-
-    @property
-    def num_heads(self) -> int:
-        """Query heads that this rank computes, empty slots included."""
-        return len(self.slots)
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Key and value heads that this rank caches."""
-        return len(self.kv_heads)
-
-    def runs(self) -> Iterator[tuple[int, range]]:
-        """(first local slot, consecutive query heads) of every filled stretch."""
-        start = 0
-        while start < len(self.slots):
-            head = self.slots[start]
-            if head is None:
-                start += 1
-                continue
-            stop = start + 1
-            while stop < len(self.slots) and self.slots[stop] == head + stop - start:
-                stop += 1
-            yield start, range(head, head + stop - start)
-            start = stop
+    """Key and value heads; neighbouring ranks may hold the same one."""
+    group_sizes: tuple[int, ...]
+    """Query heads of this rank that each of ``kv_heads`` serves."""
 
 
 def cut_heads(num_heads: int, num_kv_heads: int, rank: int, world_size: int) -> HeadCut:
@@ -61,13 +36,8 @@ def cut_heads(num_heads: int, num_kv_heads: int, rank: int, world_size: int) -> 
     heads = cut_evenly(num_heads, rank, world_size)
     group = num_heads // num_kv_heads
     kv_heads = range(heads[0] // group, heads[-1] // group + 1)
-    owned = [[head for head in heads if head // group == kv_head] for kv_head in kv_heads]
-    width = max(map(len, owned))
-    slots: list[int | None] = []
-    for members in owned:
-        slots += members
-        slots += [None] * (width - len(members))
-    return HeadCut(slots=tuple(slots), kv_heads=kv_heads)
+    sizes = tuple(sum(head // group == kv_head for head in heads) for kv_head in kv_heads)
+    return HeadCut(heads=heads, kv_heads=kv_heads, group_sizes=sizes)
 
 
 def cut_evenly(count: int, rank: int, world_size: int) -> range:

@@ -1,7 +1,7 @@
 """Paged attention in plain torch: gathers each sequence's blocks and attends with an fp32 softmax.
 
 The twin that every faster backend is compared with. S is sequences, T tokens, L context length, D head_dim, K kv heads,
-G query heads a kv head.
+G query heads of the kv head that serves most.
 """
 
 from __future__ import annotations
@@ -23,7 +23,19 @@ class TorchAttention:
 
     def __init__(self, context: AttentionContext) -> None:
         self._spec = context.spec
-        self._group = context.spec.num_heads // context.spec.num_kv_heads
+        groups = context.spec.groups
+        self._group = max(groups)
+        # Where the groups differ, all are as wide as the widest: empty places repeat a head, and nobody reads them.
+        self._heads: torch.Tensor | None = None
+        self._places: torch.Tensor | None = None
+        if len(set(groups)) > 1:
+            firsts = [sum(groups[:index]) for index in range(len(groups))]
+            heads = [
+                first + min(place, size - 1) for first, size in zip(firsts, groups) for place in range(self._group)
+            ]
+            places = [index * self._group + place for index, size in enumerate(groups) for place in range(size)]
+            self._heads = torch.tensor(heads, device=context.device)
+            self._places = torch.tensor(places, device=context.device)
 
     def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """[2, blocks, block_size, K, D]."""
@@ -98,11 +110,11 @@ class TorchAttention:
         keys, values = kv_cache[:, table].flatten(2, 3).float()
         # Cache memory that was never written may hold NaN, which a weight of zero does not remove.
         values = values.masked_fill(~visible[:, :, None, None], 0)
-        grouped = queries.view(-1, spec.num_kv_heads, self._group, spec.head_dim).float()
+        grouped = self._grouped(queries).float()
         scores = torch.matmul(grouped, keys.permute(0, 2, 3, 1))
         weights = self._softmax(scores, visible[:, None, None, :])
         out = torch.matmul(weights, values.transpose(1, 2))
-        return out.flatten(1, 2).to(queries.dtype)
+        return self._ungrouped(out).to(queries.dtype)
 
     def _attend_sequence(
         self, queries: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata, sequence: int
@@ -125,14 +137,23 @@ class TorchAttention:
             if spec.sliding_window:
                 visible &= columns > rows - spec.sliding_window
             # [K, G * n, D]: the queries of a group share their keys, so they fold into one product.
-            grouped = chunk.view(-1, spec.num_kv_heads, self._group, spec.head_dim)
-            folded = grouped.permute(1, 2, 0, 3).flatten(1, 2).float()
+            folded = self._grouped(chunk).permute(1, 2, 0, 3).flatten(1, 2).float()
             scores = torch.matmul(folded, keys[:, low:high].transpose(1, 2))
             weights = self._softmax(scores, visible.repeat(self._group, 1).unsqueeze(0))
             attended = torch.matmul(weights, values[:, low:high])
             attended = attended.view(spec.num_kv_heads, self._group, -1, spec.head_dim)
-            out[first : first + _QUERY_CHUNK] = attended.permute(2, 0, 1, 3).flatten(1, 2).to(queries.dtype)
+            out[first : first + _QUERY_CHUNK] = self._ungrouped(attended.permute(2, 0, 1, 3)).to(queries.dtype)
         return out
+
+    def _grouped(self, queries: torch.Tensor) -> torch.Tensor:
+        """[n, heads, D] -> [n, K, G, D]."""
+        placed = queries if self._heads is None else queries[:, self._heads]
+        return placed.reshape(-1, self._spec.num_kv_heads, self._group, self._spec.head_dim)
+
+    def _ungrouped(self, out: torch.Tensor) -> torch.Tensor:
+        """[n, K, G, D] -> [n, heads, D]."""
+        flat = out.flatten(1, 2)
+        return flat if self._places is None else flat[:, self._places]
 
     def _softmax(self, scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
         scores = scores * self._spec.scale

@@ -73,9 +73,15 @@ class TorchLinearMethod:
             out[..., rows] = functional.linear(wide, dense.dense[rows].to(out_dtype), bias)
         return out
 
-    def embed(self, weight: LinearWeight, token_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, weight: LinearWeight, token_ids: torch.Tensor, *, first_id: int | None = None) -> torch.Tensor:
         """Gather rows."""
-        return functional.embedding(token_ids, _dense(weight).dense)
+        dense = _dense(weight).dense
+        if first_id is None:
+            return functional.embedding(token_ids, dense)
+        local = token_ids - first_id
+        elsewhere = (local < 0) | (local >= dense.shape[0])
+        rows = functional.embedding(local.masked_fill(elsewhere, 0), dense)
+        return rows.masked_fill_(elsewhere.unsqueeze(-1), 0)
 
 
 def _dense(weight: LinearWeight) -> DenseWeight:

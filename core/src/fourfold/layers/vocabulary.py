@@ -37,14 +37,11 @@ class VocabParallelEmbedding:
         """int64 [T] -> [T, H], whole on every rank."""
         if self._communicator is None:
             return self._method.embed(self.weight, x)
-        local = x - self._shard.first
-        elsewhere = (local < 0) | (local >= self._shard.rows)
-        embedded = self._method.embed(self.weight, local.masked_fill(elsewhere, 0))
-        return self._communicator.all_reduce(embedded.masked_fill_(elsewhere.unsqueeze(-1), 0))
+        return self._communicator.all_reduce(self._method.embed(self.weight, x, first_id=self._shard.first))
 
 
 class ParallelHead:
-    """[R, H] -> fp32 logits [R, V] on the group's first rank, [0, V] on the others.
+    """[R, H] -> fp32 logits [R, V] on the group's first rank, [0, V] on the others, in two halves.
 
     ``tied_weight`` of the context is the embedding's storage where the two share it. Parameters are ``weight`` and
     ``bias``.
@@ -56,6 +53,8 @@ class ParallelHead:
         self._vocab_size = context.out_sizes[0]
         self._shard = _VocabularyShard(context)
         self._weight = context.tied_weight or self._shard.create(context)
+        self._rank = context.rank
+        self._whole: torch.Tensor | None = None
 
     def load(self, parameter: str, tensor: TensorSlices) -> None:
         """Take this rank's rows."""
@@ -63,13 +62,29 @@ class ParallelHead:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[R, H] -> fp32 [R, V]; see the class."""
-        logits = self._method.apply(self._weight, x, out_dtype=torch.float32)
+        return self.collect(self.shard(x))
+
+    def shard(self, x: torch.Tensor) -> torch.Tensor:
+        """[R, H] -> fp32 [R, this rank's rows of the vocabulary, padding included]; talks to nobody."""
+        return self._method.apply(self._weight, x, out_dtype=torch.float32)
+
+    def collect(self, shard: torch.Tensor) -> torch.Tensor:
+        """What ``shard`` gave on every rank -> fp32 [R, V] on the first one, [0, V] on the others.
+
+        The next call may overwrite it.
+        """
         if self._communicator is None:
-            return logits
-        shards = self._communicator.gather(logits, destination=0)
-        if shards is None:
-            return logits.new_empty(0, self._vocab_size)
-        return torch.cat(shards, dim=1)[:, : self._vocab_size].contiguous()
+            return shard
+        if self._rank != 0:
+            self._communicator.gather(shard, destination=0)
+            return shard.new_empty(0, self._vocab_size)
+        rows, width = shard.shape
+        # Kept: fresh memory of this size costs more in page faults than the copy.
+        if self._whole is None or self._whole.shape[0] < rows:
+            self._whole = shard.new_empty(rows, width * self._communicator.world_size)
+        whole = self._whole[:rows]
+        self._communicator.gather(shard, destination=0, out=torch.split(whole, width, dim=1))
+        return whole[:, : self._vocab_size]
 
 
 class _VocabularyShard:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from fourfold.config.engine_config import EngineConfig
     from fourfold.contracts.attention_backend import AttentionBackend
-    from fourfold.contracts.parallel_layer import ParallelLayer, TensorSlices, VocabularyLayer
+    from fourfold.contracts.parallel_layer import HeadLayer, ParallelLayer, TensorSlices, VocabularyLayer
     from fourfold.distributed.group_coordinator import GroupCoordinator
     from fourfold.entries import Entry
     from fourfold.models.description import ModelDescription
@@ -94,7 +94,7 @@ class DecoderBuilder:
         layers = [self._build_layer(layer, tables) for layer in range(d.num_layers)]
         final_norm = self._norm(FINAL_NORM, d.hidden_size)
         tied = embedding.weight if d.tied_embeddings else None
-        head = self._factory.build("head", d.hidden_size, (d.vocab_size,), tied_weight=tied)
+        head = cast("HeadLayer", self._factory.build("head", d.hidden_size, (d.vocab_size,), tied_weight=tied))
         if not d.tied_embeddings:
             self._take(HEAD, head, "weight")
         layer_names = sorted(set(self._factory.chosen.values()))
@@ -117,8 +117,9 @@ class DecoderBuilder:
         for layer in self._description.layers:
             rotary = None if layer.rotary is None else self._description.rotaries[layer.rotary]
             spec = AttentionSpec(
-                num_heads=self._cut.num_heads,
-                num_kv_heads=self._cut.num_kv_heads,
+                num_heads=len(self._cut.heads),
+                num_kv_heads=len(self._cut.kv_heads),
+                group_sizes=self._cut.group_sizes,
                 head_dim=self._description.head_dim,
                 scale=self._description.attention_scale,
                 sliding_window=layer.sliding_window,
@@ -183,8 +184,8 @@ class DecoderBuilder:
         queries = self._norm(f"{prefix}self_attn.q_norm.weight", dim)
         keys = self._norm(f"{prefix}self_attn.k_norm.weight", dim)
         return (
-            HeadNorm(weight=queries, first_head=0, num_heads=cut.num_heads),
-            HeadNorm(weight=keys, first_head=cut.num_heads, num_heads=cut.num_kv_heads),
+            HeadNorm(weight=queries, first_head=0, num_heads=len(cut.heads)),
+            HeadNorm(weight=keys, first_head=len(cut.heads), num_heads=len(cut.kv_heads)),
         )
 
     def _linear(

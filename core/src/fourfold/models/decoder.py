@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from fourfold.contracts.attention_backend import AttentionMetadata
     from fourfold.contracts.operators import Operators
-    from fourfold.contracts.parallel_layer import ParallelLayer
+    from fourfold.contracts.parallel_layer import HeadLayer, ParallelLayer
     from fourfold.models.decoder_layer import DecoderLayer
     from fourfold.models.description import ModelDescription
     from fourfold.models.norm_weight import NormWeight
@@ -33,7 +33,7 @@ class Decoder:
         embedding: ParallelLayer,
         layers: Sequence[DecoderLayer],
         final_norm: NormWeight,
-        head: ParallelLayer,
+        head: HeadLayer,
         operators: Operators,
         backends: dict[str, str],
         dtype: torch.dtype,
@@ -79,9 +79,17 @@ class Decoder:
         return normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, H] as ``forward`` returns it -> fp32 [R, V]."""
-        logits = self._head(hidden)
+        """[R, H] as ``forward`` returns it -> fp32 [R, V] on the first rank of the layer, [0, V] on the others."""
+        return self.collect_logits(self.local_logits(hidden))
+
+    def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, H] -> this rank's part of the logits; the ranks do not talk meanwhile."""
+        logits = self._head.shard(hidden)
         return self.operators.soft_cap(logits, self._soft_cap) if self._soft_cap else logits
+
+    def collect_logits(self, local: torch.Tensor) -> torch.Tensor:
+        """What ``local_logits`` gave on every rank -> what ``logits`` returns; the next call may overwrite it."""
+        return self._head.collect(local)
 
     def kv_cache_shape(self, layer: int, num_blocks: int) -> tuple[int, ...]:
         """Shape of one layer's cache tensor, in ``dtype``."""

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from fourfold.distributed.model_parallel import ModelParallel, initialize_model_parallel
+from fourfold.distributed.model_parallel import GroupLinks, ModelParallel, initialize_model_parallel
 from fourfold.errors import CheckpointError, ConfigError
 from fourfold.layout import ParallelLayout
 from fourfold.models.building import BuiltDecoder, DecoderBuilder
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from fourfold.checkpoints.progress import Progress
     from fourfold.checkpoints.resolve import Checkpoint
     from fourfold.contracts.checkpoint import TensorReader
-    from fourfold.contracts.communicator import Communicator
     from fourfold.entries import WorkerContext
     from fourfold.models.decoder import Decoder
     from fourfold.models.description import ModelDescription
@@ -107,5 +106,5 @@ def _listed(names: list[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def _refuse_to_connect(group: str, ranks: tuple[int, ...], rank: int) -> Communicator:
+def _refuse_to_connect(group: str, ranks: tuple[int, ...], rank: int) -> GroupLinks:
     raise ConfigError(f"the {group} group has {len(ranks)} ranks; this worker connects none, use an executor that does")

@@ -22,6 +22,8 @@ SPECS = (
     AttentionSpec(num_heads=9, num_kv_heads=3, head_dim=64, scale=0.125, rotary_dim=64),
     AttentionSpec(num_heads=4, num_kv_heads=4, head_dim=32, scale=0.2, sliding_window=20, rotary_dim=16),
     AttentionSpec(num_heads=8, num_kv_heads=1, head_dim=128, scale=0.09, soft_cap=30.0),
+    AttentionSpec(num_heads=5, num_kv_heads=2, head_dim=64, scale=0.125, rotary_dim=64, group_sizes=(3, 2)),
+    AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.125, sliding_window=20, group_sizes=(1, 3)),
 )
 BATCHES = (
     ((0, 1),),

@@ -289,10 +289,13 @@ class ExecutorConformance(Conformance):
 
     def test_the_claim_of_processes_is_true(self, entry: ExecutorEntry, executor: Executor) -> None:
         pids = executor.collective_rpc("pid")
+        shown = [row["pid"] for row in executor.processes()]
         if "processes" in entry.capabilities:
             assert len({*pids, os.getpid()}) == self.world_size + 1
+            assert shown == pids
         else:
             assert set(pids) == {os.getpid()}
+            assert shown == []
 
     def test_a_killed_rank_is_noticed(self, entry: ExecutorEntry, executor: Executor) -> None:
         if "processes" not in entry.capabilities:

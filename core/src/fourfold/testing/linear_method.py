@@ -73,6 +73,14 @@ class LinearMethodConformance(Conformance):
             found = method.embed(weight, token_ids)
             assert torch.equal(found, twin.embed(twin_weight, token_ids).to(found.dtype))
 
+    def test_it_embeds_the_rows_that_it_holds(self, methods: list[tuple[Dtype, LinearMethod]]) -> None:
+        for dtype, method in methods:
+            weight, twin, twin_weight = self.pair(method, dtype, (75, 33), bias=False)
+            token_ids = torch.tensor([99, 100, 132, 133, 0, 101], device=self.device)
+            found = method.embed(weight, token_ids, first_id=100)
+            assert torch.equal(found, twin.embed(twin_weight, token_ids, first_id=100).to(found.dtype))
+            assert found.any(dim=1).tolist() == [False, True, True, False, False, True]
+
     def pair(
         self, method: LinearMethod, dtype: Dtype, sizes: tuple[int, int], *, bias: bool
     ) -> tuple[LinearWeight, TorchLinearMethod, LinearWeight]:

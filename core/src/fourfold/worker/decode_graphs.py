@@ -17,15 +17,20 @@ if TYPE_CHECKING:
     import torch
 
     from fourfold.contracts.operators import Operators
+    from fourfold.distributed.group_coordinator import GroupCoordinator
     from fourfold.worker.step_inputs import StepInputs
 
 log = logging.getLogger(__name__)
 
 
 class DecodeGraphs:
-    """Records at the first use of a size; empty where the operators cannot record, or cannot record this model."""
+    """Records at the first use of a size; empty where the operators cannot record, or cannot record this model.
 
-    def __init__(self, operators: Operators, *, max_batch_size: int) -> None:
+    The ranks of ``group``, which share the layers, record the same sizes: all of them, or none records.
+    """
+
+    def __init__(self, operators: Operators, *, max_batch_size: int, group: GroupCoordinator) -> None:
+        self._group = group
         self._recorder = operators if isinstance(operators, StepRecorder) else None
         self._sizes = sorted(self._recorder.batch_sizes(max_batch_size)) if self._recorder is not None else []
         self._graphs: dict[int, StepGraph] = {}
@@ -63,10 +68,18 @@ class DecodeGraphs:
     def _capture(self, inputs: StepInputs, step: Callable[[StepInputs], torch.Tensor]) -> StepGraph | None:
         if self._recorder is None:
             return None
+        graph, problem = None, "another rank cannot record them"
         try:
-            return self._recorder.capture(lambda: step(inputs))
+            with self._group.capture():
+                graph = self._recorder.capture(lambda: step(inputs))
         except Unsupported as error:
-            log.info("decode steps run one operation at a time: %s", error)
-            self.close()
-            self._sizes.clear()
-            return None
+            problem = str(error)
+        # One rank that pads its batches and one that does not would exchange other shapes.
+        if self._group.all_agree(graph is not None):
+            return graph
+        log.info("decode steps run one operation at a time: %s", problem)
+        if graph is not None:
+            graph.close()
+        self.close()
+        self._sizes.clear()
+        return None

@@ -13,14 +13,17 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from fourfold.distributed.group_coordinator import GroupCoordinator
+from fourfold.distributed.model_parallel import ModelParallel
 from fourfold.errors import CheckpointError, EngineError, RequestError
+from fourfold.layout import ParallelLayout
 from fourfold.messages import NewRequest, ScheduledRequest, StepMessage, StepOutput, TokenLogprobs
 from fourfold.sampling_params import SamplingParams
 from fourfold.worker.decode_graphs import DecodeGraphs
 from fourfold.worker.device import Device
 from fourfold.worker.logprobs import token_logprobs
 from fourfold.worker.request_state import Int64, RequestState
-from fourfold.worker.sampler import Sampler
+from fourfold.worker.sampler import Sampled, Sampler
 from fourfold.worker.sampling_state import SamplingState
 from fourfold.worker.step_inputs import InputBuffers, StepInputs, StepPlan
 
@@ -34,6 +37,15 @@ PROMPT_LOGPROB_ENTRIES = 1 << 22
 """Logits of prompt positions computed at a time: 16 MiB of fp32."""
 WARM_UP_PROMPT = 7
 """Tokens; with one of output they fit the smallest block."""
+ALONE = ModelParallel(
+    layout=ParallelLayout(),
+    rank=0,
+    tp=GroupCoordinator(name="tp", ranks=(0,), rank=0),
+    pp=GroupCoordinator(name="pp", ranks=(0,), rank=0),
+    dp=GroupCoordinator(name="dp", ranks=(0,), rank=0),
+    ep=GroupCoordinator(name="ep", ranks=(0,), rank=0),
+)
+"""The groups of an engine of one rank."""
 NOT_FINITE = "the model gave logits that are not finite; this request cannot go on"
 
 
@@ -57,8 +69,11 @@ class Model(Protocol):
     ) -> torch.Tensor:
         """int64 [T], int64 [T], a cache and metadata a layer -> [T, H]."""
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, H] -> fp32 [R, V]."""
+    def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, H] -> this rank's part of the logits, fp32; the ranks do not talk meanwhile."""
+
+    def collect_logits(self, local: torch.Tensor) -> torch.Tensor:
+        """What all ranks' ``local_logits`` gave -> fp32 [R, V] on the first rank that shares the layers."""
 
     def kv_cache_specs(self) -> dict[int, KVCacheSpec]:
         """Of this rank's layers, in order."""
@@ -79,8 +94,10 @@ class ModelRunner:
         scheduler: SchedulerConfig,
         max_model_len: int,
         vocabulary_size: int,
+        parallel: ModelParallel = ALONE,
     ) -> None:
         self._model = model
+        self._parallel = parallel
         self._device = device
         self._vocabulary_size = vocabulary_size
         self._num_groups = len(cache.groups)
@@ -92,7 +109,7 @@ class ModelRunner:
         self._buffers = InputBuffers(
             device, self._state, max_tokens=self._max_tokens, max_requests=scheduler.max_num_seqs
         )
-        self._graphs = DecodeGraphs(model.operators, max_batch_size=scheduler.max_num_seqs)
+        self._graphs = DecodeGraphs(model.operators, max_batch_size=scheduler.max_num_seqs, group=parallel.tp)
         self._group_of_layer = _group_of_layer(model, cache)
         self._kv_caches = [
             device.zeros(model.kv_cache_shape(layer, cache.num_blocks), model.dtype) for layer in model.kv_cache_specs()
@@ -100,7 +117,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, message: StepMessage) -> StepOutput:
-        """Run one step. What fails for one request alone is in the reply's ``errors``."""
+        """Run one step; all ranks run the same ones, and the first that shares the layers has what is sampled.
+
+        What fails for one request alone is in the reply's ``errors``.
+        """
+        self._parallel.begin_step(message.step)
         errors = self._update_state(message)
         if not message.scheduled:
             return StepOutput(step=message.step, token_ids=[], errors=errors)
@@ -117,7 +138,7 @@ class ModelRunner:
                 forward_seconds=time.perf_counter() - started,
             )
         slots = plan.slots[plan.sampling]
-        sampled = self._sampler.sample(logits, slots, self._state.output_positions(slots))
+        sampled = self._sample(logits, slots)
         self._state.append(slots, sampled.token_ids)
         self._sampling.append(slots, sampled.token_ids)
         for slot in slots[sampled.broken].tolist():
@@ -155,6 +176,18 @@ class ModelRunner:
         self._graphs.close()
         self._kv_caches.clear()
 
+    def _sample(self, logits: torch.Tensor, slots: Int64) -> Sampled:
+        """Ids of the first rank's sampling on all of them, so that they stay alike."""
+        tp = self._parallel.tp
+        if not tp.is_first:
+            sampled = Sampled(np.zeros(len(slots), np.int64), [], np.zeros(0, np.int64))
+        else:
+            sampled = self._sampler.sample(logits, slots, self._state.output_positions(slots))
+        if tp.world_size == 1:
+            return sampled
+        token_ids = tp.broadcast(self._device.upload(sampled.token_ids))
+        return sampled._replace(token_ids=token_ids.cpu().numpy())
+
     def _update_state(self, message: StepMessage) -> dict[int, str]:
         errors: dict[int, str] = {}
         for slot in message.ended:
@@ -173,18 +206,21 @@ class ModelRunner:
         size = self._graphs.size_for(plan.num_requests) if plan.is_decode else None
         self._buffers.fill(plan, padded_to=size or 0)
         if size is not None:
-            logits = self._graphs.run(size, lambda: self._buffers.upload_padded(size), self._decode)
-            return logits[: plan.num_requests], {}
+            local = self._graphs.run(size, lambda: self._buffers.upload_padded(size), self._decode)
+            return self._model.collect_logits(local[: plan.num_requests]), {}
         hidden = self._hidden(self._buffers.upload(plan))
         prompt_logprobs = self._prompt_logprobs(plan, hidden) if self._sampling.prompt_logprobs else {}
         if not len(plan.sampling):
             return None, prompt_logprobs
         if len(plan.sampling) != plan.num_tokens:
             hidden = hidden[self._device.upload(plan.query_start[1:][plan.sampling] - 1)]
-        return self._model.logits(hidden), prompt_logprobs
+        return self._logits(hidden), prompt_logprobs
 
     def _decode(self, inputs: StepInputs) -> torch.Tensor:
-        return self._model.logits(self._hidden(inputs))
+        return self._model.local_logits(self._hidden(inputs))
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.collect_logits(self._model.local_logits(hidden))
 
     def _hidden(self, inputs: StepInputs) -> torch.Tensor:
         metadata = [inputs.metadata[group] for group in self._group_of_layer]
@@ -213,8 +249,11 @@ class ModelRunner:
         step = max(1, PROMPT_LOGPROB_ENTRIES // self._vocabulary_size)
         for first in range(0, len(targets), step):
             rows = slice(first, first + step)
+            logits = self._logits(hidden[rows])
+            if not self._parallel.tp.is_first:
+                continue
             found += token_logprobs(
-                self._model.logits(hidden[rows]),
+                logits,
                 self._device.upload(targets[rows]),
                 np.full(len(targets[rows]), num_top, np.int64),
                 operators=self._model.operators,

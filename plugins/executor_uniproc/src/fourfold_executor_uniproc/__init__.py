@@ -1,3 +1,3 @@
-"""The in-process executor: one rank, no copies, easiest to debug."""
+"""Executors that start no process: one rank in the caller's, or ranks that a launcher has started."""
 
 from __future__ import annotations

@@ -82,6 +82,10 @@ class UniprocExecutor:
         if failure is not None:
             callback(failure)
 
+    def processes(self) -> list[dict[str, Any]]:
+        """None: the worker lives in the caller's process."""
+        return []
+
     def shutdown(self) -> None:
         """Let the worker go, after the call in progress; idempotent."""
         with self._state:

@@ -21,7 +21,7 @@ SUB_BLOCK: Final = 16
 MAX_HEAD_DIM: Final = 256
 MAX_GROUP: Final = 64
 _ROPE: Final = struct.Struct("<14q")
-_ATTENTION: Final = struct.Struct("<14qdqd")
+_ATTENTION: Final = struct.Struct("<15qdqd")
 
 
 class Avx512Attention:
@@ -36,14 +36,17 @@ class Avx512Attention:
                 f"avx512 attention takes heads of a multiple of 16 up to {MAX_HEAD_DIM}, not {spec.head_dim}; "
                 "use --attention torch"
             )
-        if spec.num_heads % spec.num_kv_heads or spec.num_heads // spec.num_kv_heads > MAX_GROUP:
+        groups = spec.groups
+        if max(groups) > MAX_GROUP:
             raise Unsupported(
-                f"avx512 attention shares a kv head among up to {MAX_GROUP} query heads evenly, not "
-                f"{spec.num_heads} over {spec.num_kv_heads}; use --attention torch"
+                f"avx512 attention shares a kv head among up to {MAX_GROUP} query heads, not {max(groups)}; "
+                "use --attention torch"
             )
         if spec.rotary_dim % 2 or not 0 <= spec.rotary_dim <= spec.head_dim:
             raise Unsupported(f"a head of {spec.head_dim} cannot rotate {spec.rotary_dim} dimensions")
         self._spec = spec
+        self._first_head = torch.tensor([sum(groups[:index]) for index in range(len(groups) + 1)], dtype=torch.int32)
+        self._widest = max(groups)
         self._native = load()
         self._width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
 
@@ -116,7 +119,8 @@ class Avx512Attention:
             metadata.block_table.data_ptr(),
             metadata.block_table.stride(0),
             metadata.sequence_lengths.shape[0],
-            spec.num_heads,
+            self._first_head.data_ptr(),
+            self._widest,
             spec.scale,
             spec.sliding_window,
             spec.soft_cap,
@@ -130,5 +134,6 @@ class Avx512Attention:
             metadata.query_start,
             metadata.sequence_lengths,
             metadata.block_table,
+            self._first_head,
         )
         return out

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import functools
-import os
 import platform
-import shutil
 from pathlib import Path
 
+from fourfold.native_build import compiler
+
 REQUIRED_FLAGS = ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16")
-
-
-def compiler() -> str | None:
-    """The C++ compiler: $CXX, else g++; None where neither is installed."""
-    return shutil.which(os.environ.get("CXX") or "g++")
 
 
 @functools.cache

@@ -22,6 +22,7 @@ KERNELS: Final = (
     "add_rms_norm",
     "argmax",
     "attention",
+    "call",
     "embedding",
     "gelu_mul",
     "gelu_tanh_mul",

@@ -125,9 +125,9 @@ class PackedLinearMethod:
         self._native.call("linear", slots, x, weight.packed, weight.bias, out)
         return out
 
-    def embed(self, weight: LinearWeight, token_ids: torch.Tensor) -> torch.Tensor:
-        """Rows of the packed weight; ids outside [0, out_features) give zero rows."""
-        return self.embed_range(weight, token_ids, first_id=0, factor=1.0)
+    def embed(self, weight: LinearWeight, token_ids: torch.Tensor, *, first_id: int | None = None) -> torch.Tensor:
+        """Rows of the packed weight; ids outside it give zero rows."""
+        return self.embed_range(weight, token_ids, first_id=first_id or 0, factor=1.0)
 
     def embed_range(
         self, weight: LinearWeight, token_ids: torch.Tensor, *, first_id: int, factor: float

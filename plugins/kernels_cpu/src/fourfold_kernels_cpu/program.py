@@ -7,6 +7,7 @@ and ids are read from their tensors at each replay; the sizes of tensors are fix
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -14,10 +15,12 @@ from typing import Any, Final
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fourfold.contracts.host_recording import recording
 from fourfold.errors import Unsupported
 from fourfold_kernels_cpu.native import Native, load
 from fourfold_kernels_cpu.program_memory import ProgramMemory
 
+_CALL: Final = struct.Struct("<2q")
 _HARMLESS: Final = frozenset(
     {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::detach"}
 )
@@ -36,6 +39,7 @@ class KernelProgram:
         self._memory = memory or ProgramMemory()
         self._calls: list[tuple[int, bytes]] = []
         self._tensors: dict[int, torch.Tensor] = {}
+        self._kept: list[object] = []
         self._slots: ctypes.Array[ctypes.c_char] | None = None
         self._records: ctypes.Array[ctypes.c_int64] | None = None
         self._address = 0
@@ -52,7 +56,7 @@ class KernelProgram:
             raise Unsupported("this kernel program is captured already; make a new one")
         self._native.recorder = self
         try:
-            with _RefuseCompute():  # type: ignore[no-untyped-call]
+            with recording(self), _RefuseCompute():  # type: ignore[no-untyped-call]
                 yield
         finally:
             self._native.recorder = None
@@ -70,6 +74,13 @@ class KernelProgram:
         for tensor in tensors:
             if tensor is not None and not self._memory.owns(tensor):
                 self._tensors[id(tensor)] = tensor
+
+    def record_call(
+        self, function: int, argument: int, *, tensors: Sequence[torch.Tensor], keep: Sequence[object]
+    ) -> None:
+        """Note a call of somebody else's C function; see ``fourfold.contracts.host_recording.HostRecorder``."""
+        self._kept += keep
+        self._native.call("call", _CALL.pack(function, argument), *tensors)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Memory of the program, reused once the captured code has let go of it."""

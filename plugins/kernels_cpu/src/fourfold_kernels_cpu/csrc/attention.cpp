@@ -25,13 +25,15 @@ struct Job {
     const int32_t* starts;
     const int32_t* lengths;
     const int32_t* table;
-    int64_t ld_table, sequences, query_heads;
+    int64_t ld_table, sequences;
+    const int32_t* first_head;  // [kv heads + 1]: the query heads of each kv head, which need not be equally many
+    int64_t widest;             // the most of them
     float scale;
     int64_t window;
     float cap;
 
-    int64_t group() const { return query_heads / cache.heads; }
-    int64_t queries_per_tile() const { return group() >= kRows ? 1 : kRows / group(); }
+    int64_t group(int64_t head) const { return first_head[head + 1] - first_head[head]; }
+    int64_t queries_per_tile() const { return widest >= kRows ? 1 : kRows / widest; }
 };
 
 // Some queries of one sequence and one kv head, and the chunks of keys they can see.
@@ -177,9 +179,9 @@ void softmax_row(const Job& job, Buffers& b, int64_t row, int64_t position, int6
 }
 
 void copy_queries(const Job& job, const Tile& t, Buffers& b) {
-    const int64_t group = job.group(), dim = job.cache.dim;
+    const int64_t group = job.group(t.head), dim = job.cache.dim;
     for (int64_t i = 0; i < t.queries; ++i)
-        __builtin_memcpy(b.q + i * group * dim, job.q + (t.first_query + i) * job.ldq + t.head * group * dim,
+        __builtin_memcpy(b.q + i * group * dim, job.q + (t.first_query + i) * job.ldq + job.first_head[t.head] * dim,
                          size_t(group * dim) * 2);
 }
 
@@ -207,7 +209,8 @@ Chunk locate(const Job& job, const Tile& t, int64_t chunk) {
 // part, part_max and part_sum of all rows of the tile over one chunk. The queries lie in b.q. The keys of the
 // chunk `next`, if any, are fetched meanwhile.
 void chunk_part(const Job& job, const Tile& t, const Chunk& c, const Chunk* next, Buffers& b) {
-    const int64_t dim = job.cache.dim, rows = t.queries * job.group(), from = c.from, to = c.to;
+    const int64_t dim = job.cache.dim, group = job.group(t.head);
+    const int64_t rows = t.queries * group, from = c.from, to = c.to;
     // Places of the four-wide groups that no sub-block fills repeat a neighbour; nobody reads their scores.
     const bf16 *keys[kSubs], *values[kSubs], *ahead[kSubs];
     for (int64_t j = 0; j < kSubs; ++j) {
@@ -240,7 +243,7 @@ void chunk_part(const Job& job, const Tile& t, const Chunk& c, const Chunk* next
         }
         values[to - 1] = b.last_values;
     }
-    for (int64_t r = 0; r < rows; ++r) softmax_row(job, b, r, t.first_position + r / job.group(), c.base, from, to);
+    for (int64_t r = 0; r < rows; ++r) softmax_row(job, b, r, t.first_position + r / group, c.base, from, to);
     const bf16* p = b.weights + from * ff::kSubBlock;
     const bf16* const* fetching = next ? ahead + from : nullptr;
     float* out = b.part;
@@ -271,9 +274,9 @@ void merge_row(float* total, float& max, float& sum, const float* part, float pa
 }
 
 void write_row(const Job& job, const Tile& t, int64_t row, const float* total, float sum) {
-    const int64_t group = job.group(), dim = job.cache.dim;
+    const int64_t group = job.group(t.head), dim = job.cache.dim;
     const __m512 factor = set1(sum > 0 ? 1.0f / sum : 0.0f);
-    bf16* out = job.out + (t.first_query + row / group) * job.ldo + (t.head * group + row % group) * dim;
+    bf16* out = job.out + (t.first_query + row / group) * job.ldo + (job.first_head[t.head] + row % group) * dim;
     for (int64_t d = 0; d < dim; d += 16) ff::store_bf16(out + d, _mm512_mul_ps(_mm512_loadu_ps(total + d), factor));
 }
 
@@ -346,15 +349,15 @@ void each_chunk(const Job& job, const Unit& unit, const Unit* after, Buffers& b,
 }  // namespace
 
 // q, row stride, cache, block size, Hkv, D, out, row stride, query starts int32[S+1], sequence lengths int32[S],
-// block table int32, its row stride, S, Hq, scale, window (0: none), soft-cap (0: none)
+// block table int32, its row stride, S, first query head of each kv head int32[Hkv+1], most query heads of one, scale, window (0: none), soft-cap (0: none)
 FF_KERNEL(attention, INT64_MAX) {
     const Job job{ff::ptr<bf16>(a[0]), a[1].integer,
                   {ff::ptr<bf16>(a[2]), a[4].integer, a[5].integer, a[3].integer},
                   ff::ptr<bf16>(a[6]), a[7].integer, ff::ptr<int32_t>(a[8]), ff::ptr<int32_t>(a[9]),
-                  ff::ptr<int32_t>(a[10]), a[11].integer, a[12].integer, a[13].integer,
-                  float(a[14].real), a[15].integer, float(a[16].real)};
+                  ff::ptr<int32_t>(a[10]), a[11].integer, a[12].integer, ff::ptr<int32_t>(a[13]), a[14].integer,
+                  float(a[15].real), a[16].integer, float(a[17].real)};
     Buffers& b = *reinterpret_cast<Buffers*>(ff::thread_buffer<Buffers>(sizeof(Buffers)));
-    const int64_t dim = job.cache.dim, heads = job.cache.heads, most = job.queries_per_tile() * job.group();
+    const int64_t dim = job.cache.dim, heads = job.cache.heads, most = job.queries_per_tile() * job.widest;
     const int64_t enough = 4 * member.size, record = most * (dim + 2);
     int64_t tiles = 0, parts = 0;
     for (int64_t s = 0; s < job.sequences && tiles * heads < enough; ++s)
@@ -366,7 +369,7 @@ FF_KERNEL(attention, INT64_MAX) {
     float* records = member.shared<float>();
     walk(member, job, split, [&](const Unit& unit, const Unit* after) {
         const Tile& t = unit.tile;
-        const int64_t rows = t.queries * job.group();
+        const int64_t rows = t.queries * job.group(t.head);
         if (split) {
             each_chunk(job, unit, after, b, [&](int64_t) {
                 float* to = records + unit.number * record;
@@ -387,7 +390,7 @@ FF_KERNEL(attention, INT64_MAX) {
     member.barrier();
     walk(member, job, false, [&](const Unit& unit, const Unit*) {
         const Tile& t = unit.tile;
-        const int64_t rows = t.queries * job.group();
+        const int64_t rows = t.queries * job.group(t.head);
         int64_t first = t.head * t.chunks;  // records of the tiles ahead of this one, then of its earlier heads
         for (int64_t s = 0; s <= t.sequence; ++s)
             for (int64_t index = 0, count = tiles_of(job, s); index < count; ++index) {

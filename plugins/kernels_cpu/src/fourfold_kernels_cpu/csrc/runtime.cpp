@@ -62,6 +62,11 @@ void ff::run(Body body, const Slot* slots, int64_t width) {
     open_region(&record, 1, width);
 }
 
+// A C function of somebody else, as one of a program's calls: one thread calls it, the others wait at the barrier.
+FF_KERNEL(call, 1) {
+    if (member.rank == 0) reinterpret_cast<void (*)(const void*)>(a[0].integer)(a[1].pointer);
+}
+
 extern "C" __attribute__((visibility("default"))) void ff_replay(const Record* records, int64_t count) {
     open_region(records, count, INT64_MAX);
 }

@@ -1,0 +1,16 @@
+"""Which cuts a model allows, from its description alone; asked before any weight is touched. No torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fourfold.layers.partition import cut_heads
+
+if TYPE_CHECKING:
+    from fourfold.config.parallel_config import ParallelConfig
+    from fourfold.models.description import ModelDescription
+
+
+def check_cut(description: ModelDescription, parallel: ParallelConfig) -> None:
+    """Raise ConfigError naming the sizes that would do, where the model cannot be cut as ``parallel`` says."""
+    cut_heads(description.num_heads, description.num_kv_heads, 0, parallel.tensor_parallel_size)

@@ -1,0 +1,266 @@
+"""Ranks agree on communicators that work: a liar, a sleeper and a cripple are vetoed on all of them, by name."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from fourfold import hookimpl
+from fourfold.config.backend_config import BackendConfig
+from fourfold.config.engine_config import EngineConfig
+from fourfold.config.parallel_config import ParallelConfig
+from fourfold.config.timeout_config import TimeoutConfig
+from fourfold.distributed import connection
+from fourfold.distributed.connection import connect
+from fourfold.distributed.model_parallel import ModelParallel
+from fourfold.distributed.process_group_communicator import ProcessGroupCommunicator
+from fourfold.distributed.store import scoped
+from fourfold.entries import CommunicatorContext, CommunicatorEntry, Suitability, WorkerContext
+from fourfold.errors import ConfigError, EngineError, FourfoldError, RpcTimeout, Unsupported
+from fourfold.plugins import PluginRegistry, load_plugins
+from fourfold.testing.rank_process import Rank
+from fourfold.testing.ranks import RankPool
+
+CPU = torch.device("cpu")
+Pool = Callable[[int], RankPool]
+
+
+def build_plain(context: CommunicatorContext, kind: type[ProcessGroupCommunicator] = ProcessGroupCommunicator) -> Any:
+    import torch.distributed as dist
+
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=context.timeout)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    group = dist.ProcessGroupGloo(scoped(context.store, "g"), context.rank, len(context.ranks), options)
+    return kind(group, context, graph_safe=False, deterministic=True, scatters_sums=False)
+
+
+class Liar(ProcessGroupCommunicator):
+    """Flips one element on the last rank."""
+
+    def all_reduce(self, tensor: torch.Tensor, *, channel: int = 0) -> torch.Tensor:
+        summed = super().all_reduce(tensor, channel=channel)
+        if self.rank == self.world_size - 1 and summed.numel() > 5:
+            summed.view(-1)[5] += 1
+        return summed
+
+
+def build_liar(context: CommunicatorContext) -> Any:
+    return build_plain(context, Liar)
+
+
+def build_sleeper(context: CommunicatorContext) -> Any:
+    if context.rank == 1:
+        threading.Event().wait(20)
+    return build_plain(context)
+
+
+def build_cripple(context: CommunicatorContext) -> Any:
+    if context.rank == 1:
+        raise Unsupported("rank 1 has lost a leg")
+    return build_plain(context)
+
+
+BUILDS = {"plain": build_plain, "liar": build_liar, "sleeper": build_sleeper, "cripple": build_cripple}
+
+
+def registry_of(names: list[str]) -> PluginRegistry:
+    """Communicators of these names, the first one preferred."""
+
+    def suits(score: int) -> Callable[[EngineConfig], Suitability]:
+        return lambda config: Suitability(score=score, reason="for the test")
+
+    class Offers:
+        @hookimpl
+        def fourfold_communicators(self) -> list[CommunicatorEntry]:
+            return [
+                CommunicatorEntry(name=name, build=BUILDS[name], suits=suits(len(names) - index))
+                for index, name in enumerate(names)
+            ]
+
+    return load_plugins(entry_points=False, extra={"offers": Offers()})
+
+
+def connected(rank: Rank, names: list[str], *, comm: str = "auto", pp: int = 1, debug: bool = False) -> ModelParallel:
+    tp = rank.world_size // pp
+    config = EngineConfig(
+        parallel=ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp, debug_collectives=debug),
+        backends=BackendConfig(comm=comm),
+        timeouts=TimeoutConfig(startup_timeout=30.0, stall_timeout=4.0),
+    )
+    context = WorkerContext(
+        config=config, layout=config.parallel.layout, rank=rank.rank, open_store=lambda: scoped(rank.store, "engine")
+    )
+    return connect(context, registry_of(names), device=CPU)
+
+
+def outcome(rank: Rank, names: list[str], comm: str, seconds: float) -> list[Any]:
+    """[chosen communicator or error, warnings]."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    connection.log.addHandler(handler)
+    before, connection.SELF_TEST_TIMEOUT = connection.SELF_TEST_TIMEOUT, seconds
+    try:
+        parallel = connected(rank, names, comm=comm)
+    except FourfoldError as error:
+        return [f"{type(error).__name__}: {error}", records]
+    finally:
+        connection.log.removeHandler(handler)
+        connection.SELF_TEST_TIMEOUT = before
+    found = parallel.tp.all_reduce(torch.ones(3))
+    assert found.tolist() == [rank.world_size] * 3
+    parallel.close()
+    return [parallel.communicators, records]
+
+
+def test_the_best_that_works_is_taken(rank_pool: Pool) -> None:
+    assert rank_pool(2).run(outcome, ["plain", "liar"], "auto", 30.0) == [["plain", []]] * 2
+
+
+def test_wrong_data_is_vetoed_by_name_and_reason(rank_pool: Pool) -> None:
+    for chosen, warnings in rank_pool(2).run(outcome, ["liar", "plain"], "auto", 30.0):
+        assert chosen == "plain"
+        (warning,) = warnings
+        assert "communicator 'liar' cannot be used for group tp, taking the next one: rank 1: all_reduce of" in warning
+        assert "wrong data" in warning
+        assert "element 5 is" in warning
+
+
+def test_what_cannot_be_built_on_one_rank_is_vetoed_on_all(rank_pool: Pool) -> None:
+    for chosen, warnings in rank_pool(2).run(outcome, ["cripple", "liar", "plain"], "auto", 3.0):
+        assert chosen == "plain"
+        assert "rank 1 has lost a leg" in warnings[0] or "did not finish" in warnings[0]
+        assert len(warnings) == 2
+
+
+def test_a_hang_is_vetoed(rank_pool: Pool) -> None:
+    for chosen, warnings in rank_pool(2).run(outcome, ["sleeper", "plain"], "auto", 2.0):
+        assert chosen == "plain"
+        assert "did not finish its self-test within 2 s" in warnings[0]
+
+
+def test_a_named_one_that_fails_is_an_error(rank_pool: Pool) -> None:
+    for found, _ in rank_pool(2).run(outcome, ["liar", "plain"], "liar", 30.0):
+        assert found.startswith("ConfigError: communicator 'liar' cannot be used for group tp: rank 1: all_reduce")
+    for found, _ in rank_pool(2).run(outcome, ["liar"], "auto", 30.0):
+        assert found.startswith("ConfigError: no communicator can run here")
+        assert "vetoed: liar: rank 1: all_reduce" in found
+    for found, _ in rank_pool(2).run(outcome, ["plain"], "plane", 30.0):
+        assert "no communicator called 'plane'; did you mean 'plain'?" in found
+
+
+def every_group(rank: Rank) -> list[Any]:
+    parallel = connected(rank, ["plain", "liar"], comm="tp=plain,pp=plain", pp=2)
+    tp, pp = parallel.tp, parallel.pp
+    sums = [int(group.all_reduce(torch.tensor([rank.rank]))) for group in (tp, pp)]
+    value = tp.broadcast_object({"ids": [1, 2], "of": rank.rank, "weights": torch.arange(3)}, source=1)
+    votes = (tp.all_agree(True), tp.all_agree(rank.rank != 3), tp.all_agree(False))
+    tensors = {"hidden": torch.full((4, 3), float(rank.rank)), "none": torch.empty(0, 5), "ids": torch.arange(2)}
+    if pp.is_first:
+        pp.isend_tensors(tensors, 1).wait()
+        pp.send(torch.tensor([7]), 1)
+        received: list[Any] = []
+    else:
+        found = pp.irecv_tensors(0, device=CPU).wait()
+        assert [str(one.dtype) for one in found.values()] == ["torch.float32", "torch.float32", "torch.int64"]
+        received = [list(found), found["hidden"].flatten().tolist()[:2], list(found["none"].shape)]
+        assert pp.recv(torch.zeros(1, dtype=torch.int64), 0).item() == 7
+    rows = tp.all_to_all(torch.arange(3), send_sizes=[1, 2], receive_sizes=[1 + tp.rank] * 2).tolist()
+    shared = parallel.ep.communicator is tp.communicator
+    pp.barrier()
+    parallel.close()
+    parallel.close()
+    return [sums, value["of"], value["weights"].tolist(), list(votes), received, rows, shared, parallel.communicators]
+
+
+def test_all_operations_of_groups_in_two_dimensions(rank_pool: Pool) -> None:
+    results = rank_pool(4).run(every_group)
+    assert [result[0] for result in results] == [[1, 2], [1, 4], [5, 2], [5, 4]]
+    assert [result[1] for result in results] == [1, 1, 3, 3]
+    assert all(result[2] == [0, 1, 2] for result in results)
+    assert [result[3] for result in results] == [[True, True, False]] * 2 + [[True, False, False]] * 2
+    assert [result[4] for result in results[2:]] == [
+        [["hidden", "none", "ids"], [float(one)] * 2, [0, 5]] for one in (0, 1)
+    ]
+    assert [result[5] for result in results] == [[0, 0], [1, 2, 1, 2]] * 2
+    assert all(result[6] is True for result in results), "groups of the same ranks share a communicator"
+    assert results[0][7] == "plain"
+
+
+def diverges(rank: Rank, how: str) -> str:
+    """Steps of two sums each; rank 1 does something else at step 5."""
+    parallel = connected(rank, ["plain"], debug=True)
+    tp = parallel.tp
+    try:
+        for step in range(8):
+            parallel.begin_step(step)
+            odd = rank.rank == 1 and step == 5
+            for number in range(2):
+                if odd and number == 0 and how == "skips":
+                    continue
+                tp.all_reduce(torch.ones(3, 5 if odd and how == "reshapes" else 4))
+            if odd and how == "adds":
+                tp.broadcast(torch.ones(2))
+            if odd and how == "leaves":
+                rank.store.wait(["over"])
+                return "left"
+    except EngineError as error:
+        rank.store.set("over", "")
+        return f"{type(error).__name__}: {error}"
+    finally:
+        parallel.close()
+    return "nothing noticed"
+
+
+def test_divergence_names_operation_rank_and_step(rank_pool: Pool) -> None:
+    pool = rank_pool(2)
+    skipped = pool.run(diverges, "skips")
+    assert (
+        "rank 0 runs all_reduce float32 [3, 4] in step 5, rank 1 runs all_reduce float32 [3, 4] in step 6" in skipped[0]
+    )
+    assert skipped[1].startswith("EngineError: collective 12 of group tp differs: rank 1 runs")
+    added = pool.run(diverges, "adds")
+    assert (
+        "rank 0 runs all_reduce float32 [3, 4] in step 6, rank 1 runs broadcast float32 [2] from 0 in step 5"
+        in added[0]
+    )
+    reshaped = pool.run(diverges, "reshapes")
+    assert "rank 1 runs all_reduce float32 [3, 5] in step 5, rank 0 runs all_reduce float32 [3, 4]" in reshaped[1]
+    left = pool.run(diverges, "leaves")
+    assert left[0].startswith(
+        "RpcTimeout: no reply to 'all_reduce float32 [3, 4] in step 6 (collective 13 of group tp)'"
+    )
+    assert left[0].endswith("from rank(s) 1")
+
+
+def comes_late(rank: Rank) -> str:
+    if rank.rank == 1:
+        rank.store.wait(["over"])
+        return ""
+    config = EngineConfig(parallel=ParallelConfig(tensor_parallel_size=2), timeouts=TimeoutConfig(startup_timeout=1.0))
+    context = WorkerContext(config=config, layout=config.parallel.layout, rank=0, open_store=lambda: rank.store)
+    try:
+        connect(context, registry_of(["plain"]), device=CPU)
+    except RpcTimeout as error:
+        return str(error)
+    finally:
+        rank.store.set("over", "")
+    return "nothing"
+
+
+def test_a_rank_that_never_comes_is_named(rank_pool: Pool) -> None:
+    assert rank_pool(2).run(comes_late)[0] == "no reply to 'meeting in group tp' within 1 s from rank(s) 1"
+
+
+def test_an_executor_without_a_meeting_place_is_told_so() -> None:
+    config = EngineConfig(parallel=ParallelConfig(tensor_parallel_size=2))
+    context = WorkerContext(config=config, layout=config.parallel.layout, rank=0)
+    with pytest.raises(ConfigError, match="this executor gives them no place to meet"):
+        connect(context, registry_of(["plain"]), device=CPU)

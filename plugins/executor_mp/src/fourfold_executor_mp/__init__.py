@@ -1,0 +1,3 @@
+"""The multi-process executor: one fresh interpreter per rank on this host."""
+
+from __future__ import annotations

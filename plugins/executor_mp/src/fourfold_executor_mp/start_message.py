@@ -1,0 +1,25 @@
+"""What every rank is told first, and what its command line says. The same for all ranks but for their numbers."""
+
+from __future__ import annotations
+
+import msgspec
+
+from fourfold.layout import ParallelLayout
+
+DISCOVERY = "plugin discovery"
+"""The first call: the payload is a StartMessage, the reply a Fingerprint."""
+CONSTRUCTION = "worker construction"
+"""The second call, made when all fingerprints fit: the rank builds its worker."""
+
+
+class StartMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank builds its worker from; plugins, devices and backends travel as names in ``config``."""
+
+    config: bytes
+    """As ``fourfold.config.transport.encode_config`` writes it."""
+    layout: ParallelLayout
+    worker: str
+    """``module:qualname``."""
+    dp_rank: int
+    store_timeout: float
+    """Seconds that a rank waits for another one where they meet."""

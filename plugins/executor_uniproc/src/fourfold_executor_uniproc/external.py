@@ -1,0 +1,346 @@
+"""One rank of an engine whose ranks a launcher started: every rank runs the same program, and so the same calls.
+
+No rank leads. Every call compares what the ranks are about to do, runs the method of the own worker, and exchanges the
+replies, so that each program sees what it would see of any other executor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import os
+import queue
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pkgutil import resolve_name
+from typing import Any, Final, Literal
+
+import msgspec
+
+from fourfold.contracts.executor import Aggregate, Method
+from fourfold.distributed.launched_store import open_launched_store, worker_store
+from fourfold.entries import ExecutorContext, WorkerContext
+from fourfold.errors import ConfigError, EngineError, ExecutorClosed, ExecutorFailed, RpcTimeout, WorkerError
+from fourfold.manifest import Fingerprint, compare_all, fingerprint
+from fourfold.plugins import load_plugins
+from fourfold.rpc_method import bind_method, method_name
+from fourfold.serialization import decode, encode
+from fourfold_executor_uniproc.launcher import LaunchedRank, read_launcher
+from fourfold_executor_uniproc.meeting import Meeting
+
+logger = logging.getLogger(__name__)
+
+STEP: Final = "execute_model"
+"""The call of every step, whose place is named by the number of the step."""
+_DISCOVERY: Final = "plugin discovery"
+_CONSTRUCTION: Final = "worker construction"
+_PARTING: Final = 5.0
+"""Seconds that the rank that hosts the store waits for the others' goodbye."""
+_FAILED_PARTING: Final = 2.0
+"""The same after a failure, which some of them may never hear."""
+
+
+class _Note(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank puts down in a round."""
+
+    kind: Literal["announce", "reply", "done", "error", "gone", "left"]
+    name: str
+    digest: bytes
+    payload: bytes = b""
+
+
+class _Report(msgspec.Struct, frozen=True, array_like=True):
+    """The payload of an error."""
+
+    type_name: str
+    message: str
+    traceback: str
+
+
+class ExternalExecutor:
+    """See ``fourfold.contracts.executor.Executor``; a call must be made by every rank, in the same order.
+
+    The worker lives on a thread of its own, so that a rank that waits in a collective still hears that another failed.
+    """
+
+    max_in_flight = 1
+
+    def __init__(self, context: ExecutorContext, launched: LaunchedRank | None = None) -> None:
+        """Meet the other ranks and build this rank's worker. ``launched`` is by default what the environment says.
+
+        Raises ConfigError and PluginError for ranks that do not fit together, WorkerError for a worker that cannot be
+        built on some rank, RpcTimeout naming ranks that did not come within --startup-timeout.
+        """
+        self._launched = launched or read_launcher(os.environ)
+        self.world_size = context.layout.engine_world_size
+        self.output_rank = context.layout.output_rank
+        if self._launched.world_size != self.world_size:
+            raise ConfigError(
+                f"WORLD_SIZE is {self._launched.world_size}, and {context.layout} makes {self.world_size} ranks; "
+                "start as many as there are"
+            )
+        timeouts = context.config.timeouts
+        self._timeout = timeouts.rpc_timeout
+        self._compares_all = context.config.parallel.debug_collectives
+        self._compared: set[str] = set()
+        self._steps = itertools.count()
+        self._rounds = itertools.count()
+        self._calls = threading.Lock()  # held by the call in progress
+        self._state = threading.Lock()  # guards the three below, never held for long
+        self._closed = False
+        self._failure: EngineError | None = None
+        self._callbacks: list[Callable[[EngineError], None]] = []
+        self._worker: Any = None
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        rank, startup = self._launched.rank, timeouts.startup_timeout
+        store = open_launched_store(rank=rank, world_size=self.world_size, timeout=startup)
+        self._meeting = Meeting(store, rank=rank, world_size=self.world_size, hosts_store=self._launched.hosts_store)
+        self._thread = threading.Thread(target=self._work, name="external-worker", daemon=True)
+        self._thread.start()
+        try:
+            self._compare_fingerprints(context, startup)
+            self._run(_CONSTRUCTION, b"", partial(self._build_worker, context, store), None, startup)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def collective_rpc(
+        self,
+        method: Method,
+        *,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        reply_rank: int | None = None,
+        aggregate: Aggregate | None = None,
+        non_block: bool = False,
+    ) -> Any:
+        """Call a worker method on every rank; see ``fourfold.contracts.executor.Executor``."""
+        name = method_name(method)
+        if reply_rank is not None and not 0 <= reply_rank < self.world_size:
+            raise ConfigError(f"reply_rank is {reply_rank}; this executor has ranks 0 to {self.world_size - 1}")
+        speaker = None if aggregate is not None else reply_rank
+        content = encode([name, list(args), dict(kwargs or {}), speaker])
+        limit = self._timeout if timeout is None else timeout
+        run = partial(self._call, name, content, speaker, limit, aggregate)
+        if not non_block:
+            return run()
+        future: Future[Any] = Future()
+        try:
+            future.set_result(run())
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def on_failure(self, callback: Callable[[EngineError], None]) -> None:
+        """Call back once when a rank is gone for good or the ranks have diverged; at once if they have."""
+        with self._state:
+            failure = self._failure
+            if failure is None:
+                self._callbacks.append(callback)
+        if failure is not None:
+            callback(failure)
+
+    def processes(self) -> list[dict[str, Any]]:
+        """None: a launcher has started the ranks, and their engines with them."""
+        return []
+
+    def shutdown(self) -> None:
+        """Let the worker go, after the call in progress; idempotent. The other ranks hear that this one has left."""
+        with self._state:
+            first, self._closed = not self._closed, True
+            failed = self._failure is not None
+        if not first:
+            return
+        self._tasks.put(self._end_worker)
+        self._tasks.put(None)
+        if self._calls.acquire(timeout=_PARTING):
+            try:
+                if not failed:
+                    self._leave()
+            finally:
+                self._calls.release()
+        self._thread.join(_FAILED_PARTING if failed else _PARTING)
+        if self._thread.is_alive():
+            logger.warning("rank %d is still in a call; it is left to the end of the process", self._launched.rank)
+        self._meeting.part(_PARTING)
+
+    # --- a call --------------------------------------------------------------------------------------------------
+
+    def _call(self, name: str, content: bytes, speaker: int | None, timeout: float, aggregate: Aggregate | None) -> Any:
+        deadline = time.monotonic() + timeout
+        if not self._calls.acquire(timeout=timeout):
+            raise RpcTimeout(name, timeout, [self._launched.rank])
+        try:
+            self._check_open(name)
+            step = next(self._steps) if name == STEP else None
+            replies = self._run(name, content, partial(self._answer, content), step, timeout, deadline=deadline)
+        finally:
+            self._calls.release()
+        if speaker is not None:
+            return decode(replies[speaker])
+        values = [decode(reply) for reply in replies]
+        return values if aggregate is None else aggregate(values)
+
+    def _run(
+        self,
+        name: str,
+        content: bytes,
+        work: Callable[[], bytes | None],
+        step: int | None,
+        timeout: float,
+        *,
+        deadline: float | None = None,
+    ) -> list[bytes]:
+        """``work`` on the worker's thread, and every rank's reply; empty for ranks that were not asked for one."""
+        until = time.monotonic() + timeout if deadline is None else deadline
+        digest = hashlib.blake2b(content, digest_size=8).digest()
+        if self._compares_all or name not in self._compared:
+            # Before the first collective that ranks with different input might run differently.
+            note = _Note("announce", name, digest)
+            self._exchange(note, step, timeout, until)
+            self._compared.add(name)
+        number = next(self._rounds)
+        self._tasks.put(partial(self._give_outcome, number, name, digest, work))
+        notes = self._take(number, name, timeout, until)
+        self._check_alike(notes, name, step)
+        self._raise_first_error(notes, name)
+        if len(notes) < self.world_size:
+            raise RpcTimeout(name, timeout, [rank for rank in range(self.world_size) if rank not in notes])
+        return [notes[rank].payload for rank in range(self.world_size)]
+
+    def _exchange(self, note: _Note, step: int | None, timeout: float, until: float) -> dict[int, _Note]:
+        """A round of its own, which the worker has no part in."""
+        number = next(self._rounds)
+        try:
+            self._meeting.give(number, msgspec.msgpack.encode(note))
+        except RuntimeError as error:
+            raise self._fail(ExecutorFailed(f"the ranks have lost the place where they meet: {error}")) from error
+        notes = self._take(number, note.name, timeout, until)
+        self._check_alike(notes, note.name, step)
+        if len(notes) < self.world_size:
+            missing = [rank for rank in range(self.world_size) if rank not in notes]
+            raise self._fail(RpcTimeout(note.name, timeout, missing))  # rounds no longer fit together
+        return notes
+
+    def _take(self, number: int, name: str, timeout: float, until: float) -> dict[int, _Note]:
+        try:
+            taken = self._meeting.take(number, max(0.0, until - time.monotonic()))
+        except ExecutorFailed as error:
+            raise self._fail(ExecutorFailed(f"{error}, in {name}")) from error
+        return {rank: msgspec.msgpack.decode(note, type=_Note) for rank, note in taken.items()}
+
+    def _check_alike(self, notes: Mapping[int, _Note], name: str, step: int | None) -> None:
+        """Fail for good when ranks are not about the same thing."""
+        for rank, note in notes.items():
+            if note.kind == "left":
+                failure = ExecutorFailed(f"rank {rank} was shut down while the others call {name!r}", rank=rank)
+                raise self._fail(failure)
+        seen = {rank: (note.kind == "announce", note.name, note.digest) for rank, note in notes.items()}
+        counted = Counter(seen[rank] for rank in sorted(seen)).most_common()
+        if len(counted) < 2:
+            return
+        expected = counted[0][0]
+        odd = [rank for rank in sorted(seen) if seen[rank] != expected]
+        place = f"in {name}" if step is None else f"at step {step}"
+        failure = ExecutorFailed(
+            f"rank {', '.join(map(str, odd))} diverged {place}; give every rank the same prompts, parameters and "
+            "options, in the same order",
+            rank=odd[0],
+        )
+        raise self._fail(failure)
+
+    def _raise_first_error(self, notes: Mapping[int, _Note], name: str) -> None:
+        for rank in sorted(notes):
+            note = notes[rank]
+            if note.kind == "gone":
+                left = f"rank {rank} left with exit code {note.payload.decode()} in {name}"
+                raise self._fail(ExecutorFailed(left, rank=rank))
+        for rank in sorted(notes):
+            if notes[rank].kind == "error":
+                report = msgspec.msgpack.decode(notes[rank].payload, type=_Report)
+                error = WorkerError(rank, name, report.type_name, report.message, report.traceback)
+                raise error.shown_with_traceback()
+
+    def _compare_fingerprints(self, context: ExecutorContext, timeout: float) -> None:
+        mine = fingerprint(context.config, load_plugins().manifest, rank=self._launched.rank)
+        note = _Note("announce", _DISCOVERY, b"", msgspec.msgpack.encode(mine))
+        notes = self._exchange(note, None, timeout, time.monotonic() + timeout)
+        compare_all([msgspec.msgpack.decode(notes[rank].payload, type=Fingerprint) for rank in sorted(notes)])
+
+    def _check_open(self, name: str) -> None:
+        with self._state:
+            closed, failure = self._closed, self._failure
+        if closed:
+            raise ExecutorClosed(f"{name!r} was called after shutdown")
+        if failure is not None:
+            raise ExecutorFailed(f"{name!r} was called, but the executor has failed: {failure}")
+
+    def _fail(self, failure: EngineError) -> EngineError:
+        """Take no more calls, tell those who want to know, and give ``failure`` back to be raised."""
+        with self._state:
+            self._failure = failure
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(failure)
+        self._meeting.part(_FAILED_PARTING)
+        return failure
+
+    def _leave(self) -> None:
+        note = msgspec.msgpack.encode(_Note("left", "shutdown", b""))
+        try:
+            self._meeting.give(next(self._rounds), note, ends=True)
+        except RuntimeError:
+            logger.debug("the others have left before rank %d", self._launched.rank)
+
+    # --- on the worker's thread ------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except Exception:
+                logger.exception("rank %d could not tell the others how a call ended", self._launched.rank)
+
+    def _give_outcome(self, number: int, name: str, digest: bytes, work: Callable[[], bytes | None]) -> None:
+        try:
+            reply = work()
+            note = _Note("done", name, digest) if reply is None else _Note("reply", name, digest, reply)
+        except SystemExit as error:  # what would end a worker process ends this worker
+            note = _Note("gone", name, digest, str(error.code).encode())
+        except Exception as error:
+            trace = "".join(traceback.format_exception(error))
+            report = _Report(type(error).__name__, str(error), trace)
+            note = _Note("error", name, digest, msgspec.msgpack.encode(report))
+        self._meeting.give(number, msgspec.msgpack.encode(note), ends=note.kind in ("gone", "error"))
+
+    def _answer(self, content: bytes) -> bytes | None:
+        name, args, kwargs, speaker = decode(content)
+        result = bind_method(self._worker, name)(*args, **kwargs)
+        return encode(result) if speaker in (None, self._launched.rank) else None
+
+    def _build_worker(self, context: ExecutorContext, store: Any) -> None:
+        launched = self._launched
+        several = self.world_size > 1
+        self._worker = resolve_name(context.worker)(
+            WorkerContext(
+                config=context.config,
+                layout=context.layout,
+                rank=launched.rank,
+                local_rank=launched.local_rank,
+                dp_rank=context.dp_rank,
+                open_store=partial(worker_store, store) if several else None,
+            )
+        )
+
+    def _end_worker(self) -> None:
+        worker, self._worker = self._worker, None
+        end = getattr(worker, "shutdown", None)
+        if end is not None and self._failure is None:
+            end()

@@ -1,0 +1,54 @@
+"""Ranks that torchrun started, each with an engine and a worker of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from fourfold import LLM, SamplingParams
+
+from .conftest import ONE_THREAD, Start
+
+PROGRAM = Path(__file__).parent / "launched_program.py"
+
+
+def torchrun(model: Path, out: Path, *prompts: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.run(
+        [*launcher, str(PROGRAM), str(model), str(out), *prompts],
+        env={**os.environ, **ONE_THREAD},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout,
+    )
+
+
+def test_both_ranks_give_the_ids_of_one(tiny_model: Path, tmp_path: Path) -> None:
+    ended = torchrun(tiny_model, tmp_path / "ids", "a b c d e")
+    assert ended.returncode == 0, ended.stderr
+    found = [json.loads((tmp_path / f"ids.{rank}").read_text()) for rank in range(2)]
+    assert found[0] == found[1]
+    with LLM(str(tiny_model), load_format="dummy", dtype="float32", seed=3, kv_cache_memory=4 << 20) as llm:
+        greedy = llm.generate(["a b c d e", "b c"], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
+        drawn = llm.generate(["a b c d e"], SamplingParams(max_tokens=8, temperature=1, ignore_eos=True))
+    ids: list[Any] = [result.outputs[0].token_ids for result in [*greedy, *drawn]]
+    assert found[0]["ids"] == ids
+
+
+def test_a_rank_with_another_prompt_is_named_and_all_end(tiny_model: Path, tmp_path: Path) -> None:
+    ended = torchrun(tiny_model, tmp_path / "ids", "a b c d e", "x y z", timeout=90)
+    assert ended.returncode != 0
+    assert ended.stderr.count("ExecutorFailed: rank 1 diverged at step 0; give every rank the same prompts") == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_refuses_it(start: Start) -> None:
+    server = start("--executor", "external", ready=False)
+    assert server.wait(60) == 2
+    refusal = "Error: --executor external is for the offline LLM alone: every rank runs the same program"
+    assert server.lines[-1].startswith(refusal)

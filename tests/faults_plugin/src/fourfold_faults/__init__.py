@@ -1,0 +1,3 @@
+"""Faults at named points of a deployment, for tests."""
+
+from __future__ import annotations

@@ -1,0 +1,65 @@
+"""What this plugin offers: an executor and a communicator that fail as they are told, and a point in the engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fourfold.entries import CommunicatorContext, CommunicatorEntry, ExecutorContext, ExecutorEntry, Suitability
+from fourfold.markers import hookimpl
+from fourfold_faults.points import Points, read_faults
+
+if TYPE_CHECKING:
+    from fourfold.config.engine_config import EngineConfig
+    from fourfold.messages import EngineStats
+
+FOURFOLD_CONTRACT = ">=1.0,<2"
+_engine = Points("engine")
+
+
+@hookimpl
+def fourfold_executors() -> list[ExecutorEntry]:
+    return [
+        ExecutorEntry(
+            name="faults",
+            build=_build_executor,
+            summary="mp, whose workers fail as they are told",
+            suits=lambda config: Suitability(score=1, reason="fails on purpose"),
+        )
+    ]
+
+
+@hookimpl
+def fourfold_communicators() -> list[CommunicatorEntry]:
+    return [
+        CommunicatorEntry(
+            name="faulty",
+            build=_build_communicator,
+            summary="shm, which fails as it is told",
+            suits=_suits,
+        )
+    ]
+
+
+@hookimpl
+def fourfold_step_finished(stats: EngineStats) -> None:
+    _engine.reach("step")
+
+
+def _build_executor(context: ExecutorContext) -> Any:
+    from fourfold.plugins import load_plugins
+
+    worker = "fourfold_faults.worker:FaultyWorker"
+    return load_plugins().executors()["mp"].build(replace(context, worker=worker))
+
+
+def _build_communicator(context: CommunicatorContext) -> Any:
+    from fourfold_faults.communicator import FaultyCommunicator
+
+    return FaultyCommunicator(context)
+
+
+def _suits(config: EngineConfig) -> Suitability:
+    if any(fault.point.startswith("comm.") for fault in read_faults()):
+        return Suitability(score=1000, reason="it is to fail")
+    return Suitability(score=0, reason="no fault is asked of it")
