@@ -123,8 +123,8 @@ def test_profiles_of_every_rank(build: Build, tiny_model: Path, tmp_path: Path) 
 
 def test_a_killed_rank_ends_generate_with_its_name(build: Build, tiny_model: Path) -> None:
     with build(tiny_model, load_format="dummy", tensor_parallel_size=2) as llm:
-        ranks = psutil.Process().children(recursive=True)
         pids = {row["label"]: row["pid"] for row in llm._client.processes()}
+        ranks = [psutil.Process(pid) for pid in pids.values()]
         killer = threading.Timer(0.3, os.kill, (pids["DP0.PP0.TP1"], signal.SIGKILL))
         killer.start()
         endless = SamplingParams(max_tokens=8000, temperature=0, ignore_eos=True)

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from fourfold import native_build
 from fourfold.config.cache_config import CacheConfig
 from fourfold.config.engine_config import EngineConfig
 from fourfold.config.model_config import ModelConfig
@@ -116,6 +117,6 @@ def test_no_folder_for_the_cache_is_unsupported(monkeypatch):
         raise RuntimeError("could not determine home directory")
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(build.Path, "home", homeless)
+    monkeypatch.setattr(native_build.Path, "home", homeless)
     with pytest.raises(Unsupported, match="could not determine home directory; set XDG_CACHE_HOME"):
-        build._cache_root()
+        build.ensure_built()

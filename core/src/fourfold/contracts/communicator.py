@@ -75,8 +75,8 @@ class Communicator(Protocol):
     ) -> list[torch.Tensor] | None:
         """All ranks' tensors on ``destination``, None elsewhere.
 
-        ``out``, which only ``destination`` may give, are tensors of their shape to fill in place of new ones; their rows
-        may lie apart.
+        ``out``, which only ``destination`` may give, are tensors of their shape to fill in place of new ones; rows
+        of them may lie apart.
         """
 
     def all_to_all(
