@@ -17,6 +17,8 @@ import httpx
 import psutil
 import pytest
 
+from fourfold.testing.processes import still_runs
+
 from .conftest import ONE_THREAD, Start
 from .running_server import START_TIMEOUT, Server, Stream, wait_until
 from .test_lifecycle import LONG, assert_port_is_free, port_of
@@ -61,7 +63,7 @@ def everything_of(server: Server) -> list[psutil.Process]:
 
 def wait_until_gone(processes: list[psutil.Process]) -> None:
     def alive() -> list[psutil.Process]:
-        return [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+        return [one for one in processes if still_runs(one)]
 
     wait_until(lambda: not alive(), GONE, f"the end of {processes}")
 

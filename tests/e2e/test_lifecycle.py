@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from fourfold.supervision.run_directory import RunDirectory
+from fourfold.testing.processes import still_runs
 
 from .conftest import Start
 from .running_server import Server, Stream, wait_until
@@ -46,7 +47,7 @@ def running(server: Server) -> int:
 
 def wait_until_gone(processes: list[psutil.Process], timeout: float = 5.0) -> None:
     _, alive = psutil.wait_procs(processes, timeout=timeout)
-    alive = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    alive = [process for process in alive if still_runs(process)]
     assert not alive, f"left over: {alive}"
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fourfold.testing.processes import still_runs
+
 from .conftest import Start
 from .running_server import Server, Stream, wait_until
 
@@ -39,7 +41,7 @@ def worker_pid(server: Server, label: str) -> int:
 
 def wait_until_gone(processes: list[psutil.Process]) -> None:
     _, alive = psutil.wait_procs(processes, timeout=5)
-    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    assert not [process for process in alive if still_runs(process)]
 
 
 def test_four_ranks_are_six_processes_and_none_outlives_the_first(start: Start, four_heads: Path) -> None:

