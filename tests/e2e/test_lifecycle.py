@@ -238,6 +238,16 @@ def test_a_signal_drains(start: Start, signum: signal.Signals) -> None:
     assert list(server.root.iterdir()) == []
 
 
+def test_an_interrupt_ends_a_server_that_a_script_put_in_the_background(start: Start) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell without job control does for what runs behind &
+    try:
+        server = start()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    server.signal(signal.SIGINT)
+    assert server.wait(20) == 0
+
+
 def test_a_drain_has_a_deadline(start: Start) -> None:
     server = start("--drain-timeout", "0.5")
     running = stream(server, LONG)

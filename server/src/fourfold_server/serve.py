@@ -127,7 +127,8 @@ class _Launch:
         listener = LoopListener(loop)
         if self.parent is None:
             for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                if signal.getsignal(signum) is not signal.SIG_IGN:  # as nohup has it, and shells with jobs behind &
+                # nohup ignores SIGHUP on purpose; shells ignore SIGINT of jobs behind &, but whoever sends it means it.
+                if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
                     loop.add_signal_handler(signum, listener.end_requested)
         else:
             self.parent.on_stop(listener.end_requested)
