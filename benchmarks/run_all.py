@@ -6,7 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPTS = ["kernels_cpu.py", "scheduler.py", "offline.py", "serving.py", "startup.py"]
+SCRIPTS = [
+    "kernels_cpu.py",
+    "scheduler.py",
+    "offline.py",
+    "serving.py",
+    "startup.py",
+    "collective_rpc.py",
+    "all_reduce.py",
+]
 
 
 def main() -> None:
