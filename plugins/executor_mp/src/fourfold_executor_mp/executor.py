@@ -60,7 +60,7 @@ class MpExecutor:
         self._children: list[ChildProcess] = []
         streams = [socket.socketpair() for _ in range(self.world_size)]
         self._channels = Channels([ours for ours, _ in streams], describe=self._describe, on_broken=self._break)
-        self._supervisor = ChildSupervisor()
+        self._supervisor = ChildSupervisor(stall_timeout=context.config.timeouts.stall_timeout)
         try:
             self._start_ranks([theirs for _, theirs in streams])
             self._start_workers(context)
