@@ -13,24 +13,21 @@ import os
 import queue
 import threading
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any, Final, Literal
 
 import msgspec
 
-from fourfold.contracts.executor import Aggregate, Method
 from fourfold.distributed.launched_store import open_launched_store, worker_store
 from fourfold.entries import ExecutorContext, WorkerContext
-from fourfold.errors import ConfigError, EngineError, ExecutorClosed, ExecutorFailed, RpcTimeout, WorkerError
+from fourfold.errors import ConfigError, EngineError, ExecutorFailed, RpcTimeout
+from fourfold.executor_shell import ExecutorShell
 from fourfold.manifest import Fingerprint, compare_all, fingerprint
 from fourfold.plugins import load_plugins
-from fourfold.rpc_method import bind_method, method_name
-from fourfold.serialization import decode, encode
+from fourfold.rpc_call import RpcCall, read_error, report_error, run_call
 from fourfold_executor_uniproc.launcher import LaunchedRank, read_launcher
 from fourfold_executor_uniproc.meeting import Meeting
 
@@ -55,15 +52,7 @@ class _Note(msgspec.Struct, frozen=True, array_like=True):
     payload: bytes = b""
 
 
-class _Report(msgspec.Struct, frozen=True, array_like=True):
-    """The payload of an error."""
-
-    type_name: str
-    message: str
-    traceback: str
-
-
-class ExternalExecutor:
+class ExternalExecutor(ExecutorShell):
     """See ``fourfold.contracts.executor.Executor``; a call must be made by every rank, in the same order.
 
     The worker lives on a thread of its own, so that a rank that waits in a collective still hears that another failed.
@@ -78,27 +67,20 @@ class ExternalExecutor:
         built on some rank, RpcTimeout naming ranks that did not come within --startup-timeout.
         """
         self._launched = launched or read_launcher(os.environ)
-        self.world_size = context.layout.engine_world_size
-        self.output_rank = context.layout.output_rank
+        super().__init__(context)
         if self._launched.world_size != self.world_size:
             raise ConfigError(
                 f"WORLD_SIZE is {self._launched.world_size}, and {context.layout} makes {self.world_size} ranks; "
                 "start as many as there are"
             )
-        timeouts = context.config.timeouts
-        self._timeout = timeouts.rpc_timeout
         self._compares_all = context.config.parallel.debug_collectives
         self._compared: set[str] = set()
         self._steps = itertools.count()
         self._rounds = itertools.count()
         self._calls = threading.Lock()  # held by the call in progress
-        self._state = threading.Lock()  # guards the three below, never held for long
-        self._closed = False
-        self._failure: EngineError | None = None
-        self._callbacks: list[Callable[[EngineError], None]] = []
         self._worker: Any = None
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        rank, startup = self._launched.rank, timeouts.startup_timeout
+        rank, startup = self._launched.rank, self._timeouts.startup_timeout
         store = open_launched_store(rank=rank, world_size=self.world_size, timeout=startup)
         self._meeting = Meeting(store, rank=rank, world_size=self.world_size, hosts_store=self._launched.hosts_store)
         self._thread = threading.Thread(target=self._work, name="external-worker", daemon=True)
@@ -110,54 +92,15 @@ class ExternalExecutor:
             self.shutdown()
             raise
 
-    def collective_rpc(
-        self,
-        method: Method,
-        *,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-        reply_rank: int | None = None,
-        aggregate: Aggregate | None = None,
-        non_block: bool = False,
-    ) -> Any:
-        """Call a worker method on every rank; see ``fourfold.contracts.executor.Executor``."""
-        name = method_name(method)
-        if reply_rank is not None and not 0 <= reply_rank < self.world_size:
-            raise ConfigError(f"reply_rank is {reply_rank}; this executor has ranks 0 to {self.world_size - 1}")
-        speaker = None if aggregate is not None else reply_rank
-        content = encode([name, list(args), dict(kwargs or {}), speaker])
-        limit = self._timeout if timeout is None else timeout
-        run = partial(self._call, name, content, speaker, limit, aggregate)
-        if not non_block:
-            return run()
-        future: Future[Any] = Future()
-        try:
-            future.set_result(run())
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-    def on_failure(self, callback: Callable[[EngineError], None]) -> None:
-        """Call back once when a rank is gone for good or the ranks have diverged; at once if they have."""
-        with self._state:
-            failure = self._failure
-            if failure is None:
-                self._callbacks.append(callback)
-        if failure is not None:
-            callback(failure)
-
     def processes(self) -> list[dict[str, Any]]:
         """None: a launcher has started the ranks, and their engines with them."""
         return []
 
     def shutdown(self) -> None:
         """Let the worker go, after the call in progress; idempotent. The other ranks hear that this one has left."""
-        with self._state:
-            first, self._closed = not self._closed, True
-            failed = self._failure is not None
-        if not first:
+        if not self._close():
             return
+        failed = self._failure is not None
         self._tasks.put(self._end_worker)
         self._tasks.put(None)
         if self._calls.acquire(timeout=_PARTING):
@@ -173,20 +116,19 @@ class ExternalExecutor:
 
     # --- a call --------------------------------------------------------------------------------------------------
 
-    def _call(self, name: str, content: bytes, speaker: int | None, timeout: float, aggregate: Aggregate | None) -> Any:
-        deadline = time.monotonic() + timeout
-        if not self._calls.acquire(timeout=timeout):
-            raise RpcTimeout(name, timeout, [self._launched.rank])
+    def _call(self, call: RpcCall) -> Any:
+        content = call.encoded()
+        deadline = time.monotonic() + call.timeout
+        if not self._calls.acquire(timeout=call.timeout):
+            raise RpcTimeout(call.name, call.timeout, [self._launched.rank])
         try:
-            self._check_open(name)
-            step = next(self._steps) if name == STEP else None
-            replies = self._run(name, content, partial(self._answer, content), step, timeout, deadline=deadline)
+            self._check_open(call.name)
+            step = next(self._steps) if call.name == STEP else None
+            work = partial(self._answer, content)
+            replies = self._run(call.name, content, work, step, call.timeout, deadline=deadline)
         finally:
             self._calls.release()
-        if speaker is not None:
-            return decode(replies[speaker])
-        values = [decode(reply) for reply in replies]
-        return values if aggregate is None else aggregate(values)
+        return call.result(replies)
 
     def _run(
         self,
@@ -197,8 +139,8 @@ class ExternalExecutor:
         timeout: float,
         *,
         deadline: float | None = None,
-    ) -> list[bytes]:
-        """``work`` on the worker's thread, and every rank's reply; empty for ranks that were not asked for one."""
+    ) -> list[bytes | None]:
+        """``work`` on the worker's thread, and every rank's reply; None for ranks that were not asked for one."""
         until = time.monotonic() + timeout if deadline is None else deadline
         digest = hashlib.blake2b(content, digest_size=8).digest()
         if self._compares_all or name not in self._compared:
@@ -213,7 +155,7 @@ class ExternalExecutor:
         self._raise_first_error(notes, name)
         if len(notes) < self.world_size:
             raise RpcTimeout(name, timeout, [rank for rank in range(self.world_size) if rank not in notes])
-        return [notes[rank].payload for rank in range(self.world_size)]
+        return [notes[rank].payload or None for rank in range(self.world_size)]
 
     def _exchange(self, note: _Note, step: int | None, timeout: float, until: float) -> dict[int, _Note]:
         """A round of its own, which the worker has no part in."""
@@ -264,9 +206,7 @@ class ExternalExecutor:
                 raise self._fail(ExecutorFailed(left, rank=rank))
         for rank in sorted(notes):
             if notes[rank].kind == "error":
-                report = msgspec.msgpack.decode(notes[rank].payload, type=_Report)
-                error = WorkerError(rank, name, report.type_name, report.message, report.traceback)
-                raise error.shown_with_traceback()
+                raise read_error(notes[rank].payload, rank=rank)
 
     def _compare_fingerprints(self, context: ExecutorContext, timeout: float) -> None:
         mine = fingerprint(context.config, load_plugins().manifest, rank=self._launched.rank)
@@ -274,23 +214,10 @@ class ExternalExecutor:
         notes = self._exchange(note, None, timeout, time.monotonic() + timeout)
         compare_all([msgspec.msgpack.decode(notes[rank].payload, type=Fingerprint) for rank in sorted(notes)])
 
-    def _check_open(self, name: str) -> None:
-        with self._state:
-            closed, failure = self._closed, self._failure
-        if closed:
-            raise ExecutorClosed(f"{name!r} was called after shutdown")
-        if failure is not None:
-            raise ExecutorFailed(f"{name!r} was called, but the executor has failed: {failure}")
-
-    def _fail(self, failure: EngineError) -> EngineError:
-        """Take no more calls, tell those who want to know, and give ``failure`` back to be raised."""
-        with self._state:
-            self._failure = failure
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback(failure)
+    def _fail(self, failure: EngineError, *, first: Callable[[], None] | None = None) -> EngineError:
+        found = super()._fail(failure, first=first)
         self._meeting.part(_FAILED_PARTING)
-        return failure
+        return found
 
     def _leave(self) -> None:
         note = msgspec.msgpack.encode(_Note("left", "shutdown", b""))
@@ -315,15 +242,11 @@ class ExternalExecutor:
         except SystemExit as error:  # what would end a worker process ends this worker
             note = _Note("gone", name, digest, str(error.code).encode())
         except Exception as error:
-            trace = "".join(traceback.format_exception(error))
-            report = _Report(type(error).__name__, str(error), trace)
-            note = _Note("error", name, digest, msgspec.msgpack.encode(report))
+            note = _Note("error", name, digest, report_error(error, name))
         self._meeting.give(number, msgspec.msgpack.encode(note), ends=note.kind in ("gone", "error"))
 
     def _answer(self, content: bytes) -> bytes | None:
-        name, args, kwargs, speaker = decode(content)
-        result = bind_method(self._worker, name)(*args, **kwargs)
-        return encode(result) if speaker in (None, self._launched.rank) else None
+        return run_call(self._worker, content, rank=self._launched.rank)
 
     def _build_worker(self, context: ExecutorContext, store: Any) -> None:
         launched = self._launched
