@@ -22,6 +22,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from fourfold.distributed.launched_store import open_launched_store, worker_store
+from fourfold.distributed.store import host_identity
 from fourfold.entries import ExecutorContext, WorkerContext
 from fourfold.errors import ConfigError, EngineError, ExecutorFailed, RpcTimeout
 from fourfold.executor_shell import ExecutorShell
@@ -30,6 +31,7 @@ from fourfold.plugins import load_plugins
 from fourfold.rpc_call import RpcCall, read_error, report_error, run_call
 from fourfold_executor_uniproc.launcher import LaunchedRank, read_launcher
 from fourfold_executor_uniproc.meeting import Meeting
+from fourfold_executor_uniproc.peers import PeerWatch
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,8 @@ _PARTING: Final = 5.0
 """Seconds that the rank that hosts the store waits for the others' goodbye."""
 _FAILED_PARTING: Final = 2.0
 """The same after a failure, which some of them may never hear."""
+_SETTLE: Final = 0.5
+"""Seconds that the loss of the meeting place waits for the watch: it may be the echo of its host's death."""
 
 
 class _Note(msgspec.Struct, frozen=True, array_like=True):
@@ -50,6 +54,15 @@ class _Note(msgspec.Struct, frozen=True, array_like=True):
     name: str
     digest: bytes
     payload: bytes = b""
+
+
+class _Introduction(msgspec.Struct, frozen=True, array_like=True):
+    """The payload of the first note."""
+
+    fingerprint: Fingerprint
+    host: str
+    """Whose processes see each other."""
+    pid: int
 
 
 class ExternalExecutor(ExecutorShell):
@@ -77,6 +90,12 @@ class ExternalExecutor(ExecutorShell):
         self._compared: set[str] = set()
         self._steps = itertools.count()
         self._rounds = itertools.count()
+        self._round = 0
+        """The last one that this rank took part in."""
+        self._at = ""
+        """The name of the call in progress."""
+        self._peers: PeerWatch | None = None
+        self._lost = threading.Event()
         self._calls = threading.Lock()  # held by the call in progress
         self._worker: Any = None
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -86,7 +105,7 @@ class ExternalExecutor(ExecutorShell):
         self._thread = threading.Thread(target=self._work, name="external-worker", daemon=True)
         self._thread.start()
         try:
-            self._compare_fingerprints(context, startup)
+            self._introduce(context, startup)
             self._run(_CONSTRUCTION, b"", partial(self._build_worker, context, store), None, startup)
         except BaseException:
             self.shutdown()
@@ -101,6 +120,8 @@ class ExternalExecutor(ExecutorShell):
         if not self._close():
             return
         failed = self._failure is not None
+        if self._peers is not None:
+            self._peers.close()
         self._tasks.put(self._end_worker)
         self._tasks.put(None)
         if self._calls.acquire(timeout=_PARTING):
@@ -112,7 +133,7 @@ class ExternalExecutor(ExecutorShell):
         self._thread.join(_FAILED_PARTING if failed else _PARTING)
         if self._thread.is_alive():
             logger.warning("rank %d is still in a call; it is left to the end of the process", self._launched.rank)
-        self._meeting.part(_PARTING)
+        self._meeting.part(_FAILED_PARTING if failed else _PARTING)
 
     # --- a call --------------------------------------------------------------------------------------------------
 
@@ -127,6 +148,7 @@ class ExternalExecutor(ExecutorShell):
             work = partial(self._answer, content)
             replies = self._run(call.name, content, work, step, call.timeout, deadline=deadline)
         finally:
+            self._at = ""
             self._calls.release()
         return call.result(replies)
 
@@ -142,13 +164,14 @@ class ExternalExecutor(ExecutorShell):
     ) -> list[bytes | None]:
         """``work`` on the worker's thread, and every rank's reply; None for ranks that were not asked for one."""
         until = time.monotonic() + timeout if deadline is None else deadline
+        self._at = name
         digest = hashlib.blake2b(content, digest_size=8).digest()
         if self._compares_all or name not in self._compared:
             # Before the first collective that ranks with different input might run differently.
             note = _Note("announce", name, digest)
             self._exchange(note, step, timeout, until)
             self._compared.add(name)
-        number = next(self._rounds)
+        number = self._next_round()
         self._tasks.put(partial(self._give_outcome, number, name, digest, work))
         notes = self._take(number, name, timeout, until)
         self._check_alike(notes, name, step)
@@ -159,11 +182,11 @@ class ExternalExecutor(ExecutorShell):
 
     def _exchange(self, note: _Note, step: int | None, timeout: float, until: float) -> dict[int, _Note]:
         """A round of its own, which the worker has no part in."""
-        number = next(self._rounds)
+        number = self._next_round()
         try:
             self._meeting.give(number, msgspec.msgpack.encode(note))
         except RuntimeError as error:
-            raise self._fail(ExecutorFailed(f"the ranks have lost the place where they meet: {error}")) from error
+            raise self._fail_without_meeting(note.name, error) from error
         notes = self._take(number, note.name, timeout, until)
         self._check_alike(notes, note.name, step)
         if len(notes) < self.world_size:
@@ -174,9 +197,37 @@ class ExternalExecutor(ExecutorShell):
     def _take(self, number: int, name: str, timeout: float, until: float) -> dict[int, _Note]:
         try:
             taken = self._meeting.take(number, max(0.0, until - time.monotonic()))
-        except ExecutorFailed as error:
-            raise self._fail(ExecutorFailed(f"{error}, in {name}")) from error
+            lost = "" if len(taken) == self.world_size else self._meeting.reason_to_give_up()
+        except RuntimeError as error:
+            raise self._fail_without_meeting(name, error) from error
+        if lost or self._lost.is_set():
+            raise super()._fail(ExecutorFailed(lost))  # without a goodbye, which would wait for the lost one
         return {rank: msgspec.msgpack.decode(note, type=_Note) for rank, note in taken.items()}
+
+    def _next_round(self) -> int:
+        self._round = next(self._rounds)
+        return self._round
+
+    def _fail_without_meeting(self, name: str, error: RuntimeError) -> EngineError:
+        self._lost.wait(_SETTLE)
+        return self._fail(ExecutorFailed(f"the ranks have lost the place where they meet, in {name}: {error}"))
+
+    def _lose(self, rank: int, how: str) -> None:
+        """On the thread of the watch: a rank of this host has ended or stands still."""
+        try:
+            if self._meeting.has_parted(rank):
+                return
+        except RuntimeError as error:
+            logger.debug("the meeting place has gone with rank %d: %s", rank, error)
+        failure = ExecutorFailed(f"rank {rank} {how} {f'during {self._at}' if self._at else 'while idle'}", rank=rank)
+        if super()._fail(failure) is not failure:
+            return
+        logger.error("%s", failure)
+        self._lost.set()
+        try:
+            self._meeting.abandon(self._round, str(failure))
+        except RuntimeError as error:
+            logger.debug("the others cannot be told: %s", error)
 
     def _check_alike(self, notes: Mapping[int, _Note], name: str, step: int | None) -> None:
         """Fail for good when ranks are not about the same thing."""
@@ -208,11 +259,18 @@ class ExternalExecutor(ExecutorShell):
             if notes[rank].kind == "error":
                 raise read_error(notes[rank].payload, rank=rank)
 
-    def _compare_fingerprints(self, context: ExecutorContext, timeout: float) -> None:
+    def _introduce(self, context: ExecutorContext, timeout: float) -> None:
+        """Compare what the ranks are, and watch those that this one can see."""
+        host = host_identity()
         mine = fingerprint(context.config, load_plugins().manifest, rank=self._launched.rank)
-        note = _Note("announce", _DISCOVERY, b"", msgspec.msgpack.encode(mine))
-        notes = self._exchange(note, None, timeout, time.monotonic() + timeout)
-        compare_all([msgspec.msgpack.decode(notes[rank].payload, type=Fingerprint) for rank in sorted(notes)])
+        introduction = msgspec.msgpack.encode(_Introduction(mine, host, os.getpid()))
+        notes = self._exchange(
+            _Note("announce", _DISCOVERY, b"", introduction), None, timeout, time.monotonic() + timeout
+        )
+        ranks = {rank: msgspec.msgpack.decode(notes[rank].payload, type=_Introduction) for rank in sorted(notes)}
+        compare_all([one.fingerprint for one in ranks.values()])
+        pids = {rank: one.pid for rank, one in ranks.items() if one.host == host and one.pid != os.getpid()}
+        self._peers = PeerWatch(pids, stall_timeout=self._timeouts.stall_timeout, on_lost=self._lose)
 
     def _fail(self, failure: EngineError, *, first: Callable[[], None] | None = None) -> EngineError:
         found = super()._fail(failure, first=first)
