@@ -86,17 +86,24 @@ def memory() -> set[str]:
     "rank",
     [pytest.param(0, marks=pytest.mark.long), 1],  # rank 1 never replies to a step
 )
-def test_an_exception_on_any_rank_reaches_the_client_with_its_place(inject: Inject, rank: int) -> None:
-    server = inject(f"{rank}:execute_model:4:raise")
+def test_an_exception_on_any_rank_reaches_every_client_with_its_place(inject: Inject, rank: int) -> None:
+    server = inject(f"{rank}:execute_model:40:raise")
     processes = everything_of(server)
-    stream = Stream(server, "/v1/completions", LONG)
-    stream.wait_for_events(1)
-    stream.join(PROMPTLY)
-    cause = f"rank {rank} failed in execute_model: RuntimeError: a fault on purpose"
-    assert stream.error is not None
-    assert cause in stream.error["message"]
+    streams = [Stream(server, "/v1/completions", LONG) for _ in range(2)]
+    with server.client() as client:
+        whole = client.post("/v1/completions", json=LONG)  # until the fault
+    for stream in streams:
+        stream.join(PROMPTLY)
+    cause = (
+        rf"rank {rank} failed in execute_model: RuntimeError: a fault on purpose \(points.py, line \d+, in _happen\)"
+    )
+    assert whole.status_code == 503
+    for error in (whole.json()["error"], *(stream.error for stream in streams)):
+        assert error is not None
+        assert error["type"] == "server_error"
+        assert re.search(cause, error["message"]), error
     assert server.wait(GONE) == 1
-    assert server.lines[-1] == f"Error: engine_core DP0 failed while running: WorkerError: {cause}"
+    assert re.fullmatch(f"Error: engine_core DP0 failed while running: WorkerError: {cause}", server.lines[-1])
     assert re.search(r'File ".*points.py", line \d+, in wrapped', server.log), server.log
     wait_until_gone(processes)
 
@@ -116,7 +123,8 @@ def test_a_start_that_fails_ends_with_its_cause(inject: Inject, memory: set[str]
     server = inject(f"1:{point}:0:raise", ready=False)
     processes = everything_of(server)
     assert server.wait(60) == 1
-    assert server.lines[-1] == f"Error: engine_core DP0 failed during start-up: WorkerError: {STARTS[point]}"
+    text = f"Error: engine_core DP0 failed during start-up: WorkerError: {STARTS[point]} (points.py, line "
+    assert server.lines[-1].startswith(text), server.lines[-1]
     wait_until_gone(processes)
     assert set(os.listdir("/dev/shm")) <= memory
     assert list(server.root.iterdir()) == []
