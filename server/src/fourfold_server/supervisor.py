@@ -191,9 +191,7 @@ class EngineSupervisor:
             if engine.last_word is None:  # what follows may be an echo
                 engine.last_word = message
                 if engine.ready and engine.child is not None:  # it has yet to end its workers
-                    self._listener.engine_dead(engine.index, self._explain(engine, None).message)
-                    engine.wake_time = time.monotonic() + _ENDING_TIMEOUT
-                    engine.on_wake = partial(engine.child.send_signal, signal.SIGKILL)
+                    self._lose(engine, engine.child)
             return
         engine.ready = engine.ever_ready = True
         engine.wake_time = None
@@ -202,6 +200,15 @@ class EngineSupervisor:
             self._table.set(ROLE, engine.label, "running", pid=engine.child.pid, detail=detail)
         self._table.set_workers(engine.index, message.workers)
         self._listener.engine_ready(message)
+
+    def _lose(self, engine: _Engine, child: ChildProcess) -> None:
+        """A ready engine has said that it fails; its process ends later."""
+        failure = self._explain(engine, None)
+        self._listener.engine_dead(engine.index, failure.message)
+        if self._on_failure == "exit":
+            self._give_up(failure)
+        engine.wake_time = time.monotonic() + _ENDING_TIMEOUT
+        engine.on_wake = partial(child.send_signal, signal.SIGKILL)
 
     def _end_overdue(self, engine: _Engine, child: ChildProcess) -> None:
         engine.overdue = f"was not ready within {self._timeouts.startup_timeout:g} s (--startup-timeout)"

@@ -94,6 +94,11 @@ class MpExecutor(ExecutorShell):
             self._down.set()
 
     def _call(self, call: RpcCall) -> Any:
+        if self._channels.on_thread:
+            raise EngineError(
+                f"{call.name!r} was called by a future's callback or fold, and no reply comes before that returns; "
+                "call it with non_block, or on another thread"
+            )
         # Shaped here, since a large reply takes long to read and the listening thread has others to serve.
         return call.result(self._send(call, _as_they_came).wait())
 
