@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,20 +19,26 @@ from fourfold.checkpoints.recorded_reading import RecordedFormat
 from fourfold.checkpoints.resolve import Checkpoint, resolve_checkpoint
 from fourfold.checkpoints.sharded_writing import copy_side_files, write_shard
 from fourfold.distributed.connection import connect
+from fourfold.distributed.stage_transport import StageTransport
 from fourfold.errors import ConfigError, EngineError
 from fourfold.messages import InitializeCache, StepMessage, WorkerInfo
+from fourfold.models.layer_costs import stage_costs
 from fourfold.models.loading import load_model
 from fourfold.models.tensor_table import HEAD
 from fourfold.plugins import load_plugins
 from fourfold.worker.device import Device, open_device
 from fourfold.worker.model_runner import ModelRunner
+from fourfold.worker.pipeline_stage import PipelineStage
 from fourfold.worker.profile import Profile
+from fourfold.worker.stage_choice import choose_stage
 
 if TYPE_CHECKING:
+    from fourfold.config.engine_config import EngineConfig
     from fourfold.distributed.group_coordinator import GroupCoordinator
     from fourfold.distributed.model_parallel import ModelParallel
     from fourfold.entries import WorkerContext
     from fourfold.models.decoder import Decoder
+    from fourfold.worker.request_state import RequestState
 
 
 class _Loaded(NamedTuple):
@@ -67,6 +74,8 @@ class Worker:
         with closing(make_progress()) as progress:
             checkpoint = resolve_checkpoint(config.model, registry, progress)
             reading = RecordedFormat(checkpoint.format)
+            description = checkpoint.description
+            stage = choose_stage(config, description, parallel, device, lambda: stage_costs(description))
             decoder = load_model(
                 context,
                 registry,
@@ -75,6 +84,7 @@ class Worker:
                 dtype=device.dtype,
                 progress=progress,
                 parallel=parallel,
+                stage=stage,
             )
         _check_alike(parallel.tp, decoder.backends)
         self._loaded = _Loaded(device, decoder, parallel, checkpoint, reading)
@@ -103,6 +113,7 @@ class Worker:
             max_model_len=config.model.max_model_len or description.max_model_len,
             vocabulary_size=description.vocab_size,
             parallel=parallel,
+            join=None if parallel.pp.world_size == 1 else partial(_join, config, self._loaded),
         )
 
     def warm_up(self) -> None:
@@ -156,6 +167,21 @@ class Worker:
         if self._runner is None:
             raise EngineError(f"{method} came before initialize_cache, or after shutdown")
         return self._runner
+
+
+def _join(config: EngineConfig, loaded: _Loaded, state: RequestState) -> PipelineStage:
+    """Connect this rank to the stages before and after it; all ranks must."""
+    device, decoder, parallel = loaded.device, loaded.decoder, loaded.parallel
+    depth = config.scheduler.max_in_flight or parallel.pp.world_size + 1
+    transport = StageTransport(
+        parallel,
+        device.torch_device,
+        hidden_size=decoder.description.hidden_size,
+        dtype=decoder.dtype,
+        max_tokens=config.scheduler.max_num_batched_tokens,
+        depth=depth,
+    )
+    return PipelineStage(decoder, transport, state, device, depth=depth)
 
 
 def _check_alike(group: GroupCoordinator, backends: dict[str, str]) -> None:
