@@ -79,7 +79,7 @@ class EngineCore:
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             num_slots=scheduler.num_slots,
             # The stages of a pipeline each work on another batch; a request's next token needs all of them.
-            overlap=config.parallel.pipeline_parallel_size == 1,
+            num_batches=min(config.parallel.pipeline_parallel_size, client.max_in_flight),
         )
         self._in_flight: deque[tuple[Batch, Future[StepOutput], float]] = deque()
 
