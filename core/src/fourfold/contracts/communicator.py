@@ -40,7 +40,7 @@ class Sender(Protocol):
         """
 
     def close(self) -> None:
-        """Release what it owns; idempotent."""
+        """Release what it owns; what the peer has not received by then may be lost. Idempotent."""
 
 
 class Receiver(Protocol):

@@ -5,6 +5,9 @@ Knows tensors and step numbers; decides nothing of what runs, and knows no model
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,6 +42,8 @@ class StageTransport:
         ``hidden_size`` is that of the tensors that this rank sends and receives, ``layout`` what the others hold.
         """
         group, self._tp = parallel.pp, parallel.tp
+        self.waited_seconds = 0.0
+        """Spent on the links so far: on messages to come, and on stages that were behind."""
         self._layout = layout
         self._parts = parallel.tp.world_size if layout is Layout.REPLICATED else 1
         self._arrived = torch.zeros(2, max_tokens, hidden_size, dtype=dtype, device=device)
@@ -67,7 +72,8 @@ class StageTransport:
         if self._parts > 1:
             first, last = _part(2 * hidden.numel(), self._parts, self._tp.rank)
             flat = (flat[0][first:last], flat[1][max(0, first - hidden.numel()) : max(0, last - hidden.numel())])
-        self._output.send(header, flat)
+        with self._waiting():
+            self._output.send(header, flat)
 
     def receive_activations(self, step: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(hidden, residual) [T, H] from the stage before, as ``activations`` gives them, until the next call.
@@ -79,12 +85,14 @@ class StageTransport:
         hidden, residual = self.activations(num_tokens)
         header = describe(step, hidden, layout=self._layout, parts=self._parts)
         if self._parts == 1:
-            self._input.receive(header, (hidden, residual))
+            with self._waiting():
+                self._input.receive(header, (hidden, residual))
             return hidden, residual
         spans = [_part(2 * hidden.numel(), self._parts, part) for part in range(self._parts)]
         sizes = [last - first for first, last in spans]
         mine = hidden.new_empty(sizes[self._tp.rank])
-        self._input.receive(header, (mine,))
+        with self._waiting():
+            self._input.receive(header, (mine,))
         whole = self._tp.all_gather(mine, sizes=sizes).view(2, *hidden.shape)
         hidden.copy_(whole[0])
         residual.copy_(whole[1])
@@ -101,14 +109,16 @@ class StageTransport:
         """int64 [R] from the last stage to the first, on each TP rank to its like."""
         if self._sampled_out is None:
             raise EngineError("only the last stage sends sampled ids")
-        self._sampled_out.send(describe(step, ids, layout=Layout.REPLICATED, parts=1), (ids,))
+        with self._waiting():
+            self._sampled_out.send(describe(step, ids, layout=Layout.REPLICATED, parts=1), (ids,))
 
     def receive_ids(self, step: int, count: int) -> torch.Tensor:
         """int64 [count] on the first stage; once for every ``send_ids``, in order."""
         if self._sampled_in is None:
             raise EngineError("only the first stage receives sampled ids")
         ids = torch.empty(count, dtype=torch.int64, device=self._arrived.device)
-        self._sampled_in.receive(describe(step, ids, layout=Layout.REPLICATED, parts=1), (ids,))
+        with self._waiting():
+            self._sampled_in.receive(describe(step, ids, layout=Layout.REPLICATED, parts=1), (ids,))
         return ids
 
     def close(self) -> None:
@@ -116,6 +126,12 @@ class StageTransport:
         for link in (self._input, self._output, self._sampled_in, self._sampled_out):
             if link is not None:
                 link.close()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.waited_seconds += time.perf_counter() - started
 
 
 def _part(count: int, parts: int, part: int) -> tuple[int, int]:
