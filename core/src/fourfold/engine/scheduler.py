@@ -47,7 +47,7 @@ class Scheduler:
         num_batches: int = 1,
     ) -> None:
         """``num_batches`` steps take turns on the stages of a pipeline, each with an even share of the requests; a
-        request whose next token is not known here is in every ``num_batches``-th step at most.
+        request is then in one of them at a time, but for the parts of its prompt, which may follow each other.
         """
         self.stats = EngineStats()
         """Counters; ``snapshot`` completes them."""
@@ -140,13 +140,12 @@ class Scheduler:
         return batch
 
     def _may_continue(self, request: Request) -> bool:
-        """Whether a token is left to compute: not when the steps in the air bring the last one, or this step would come
-        to the first stage before the last one has sampled that token.
+        """Whether a token is left to compute, which it is not when the steps in the air bring the last one, and its
+        value will be where it is needed: in a pipeline the stages that sample it and take it in are far apart.
         """
-        if request.num_tokens >= request.max_total:
-            return False
-        is_known = request.num_computed < len(request.token_ids)  # as in the middle of a prompt
-        return is_known or request.scheduled_step + self._num_batches <= self._next_step
+        return request.num_tokens < request.max_total and (
+            self._num_batches == 1 or request.num_computed < len(request.token_ids)
+        )
 
     def _continue(self, batch: Batch, request: Request, budget: int) -> int:
         """Schedule a running request; returns how many tokens, 0 if it has to wait for blocks."""

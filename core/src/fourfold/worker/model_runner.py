@@ -121,8 +121,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, message: StepMessage) -> StepOutput:
-        """Run one step; all ranks run the same ones. The output rank has what is sampled: the first that shares the last
-        layers.
+        """Run one step; all ranks run the same ones. The first that shares the last layers has what is sampled.
 
         What fails for one request alone is in the reply's ``errors``.
         """
@@ -186,6 +185,11 @@ class ModelRunner:
             raise CheckpointError(
                 f"the model's first logits are not finite; its weights are damaged, or its config.json is wrong{hint}"
             )
+
+    @property
+    def waited_seconds(self) -> float:
+        """Spent on other stages of the pipeline so far."""
+        return 0.0 if self._pipeline is None else self._pipeline.waited_seconds
 
     def close(self) -> None:
         """Release recorded steps, the KV cache and the other stages; idempotent."""

@@ -6,6 +6,7 @@ what runs.
 
 from __future__ import annotations
 
+import time
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -57,6 +58,7 @@ class Worker:
         self._loaded: _Loaded | None = None
         self._runner: ModelRunner | None = None
         self._profile: Profile | None = None
+        self._busy_seconds = 0.0
         self._decode_step = msgspec.msgpack.Decoder(StepMessage)
         self._encode = msgspec.msgpack.Encoder().encode
 
@@ -122,7 +124,15 @@ class Worker:
 
     def execute_model(self, message: bytes) -> bytes:
         """Run the step of a StepMessage; the reply is a StepOutput."""
-        return self._encode(self._ready("execute_model").execute(self._decode_step.decode(message)))
+        runner = self._ready("execute_model")
+        started, waited = time.perf_counter(), runner.waited_seconds
+        reply = self._encode(runner.execute(self._decode_step.decode(message)))
+        self._busy_seconds += time.perf_counter() - started - (runner.waited_seconds - waited)
+        return reply
+
+    def busy_seconds(self) -> float:
+        """Seconds that this rank has spent in steps so far, without its waits for other stages."""
+        return self._busy_seconds
 
     def check_health(self) -> None:
         """Return when everything that was started on the device is done."""
