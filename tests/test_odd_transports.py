@@ -12,7 +12,7 @@ import torch
 from fourfold.testing.communicator_cases import connected
 from fourfold.testing.rank_process import Rank
 from fourfold.testing.ranks import RankPool
-from fourfold.testing.stage_cases import runs_a_pipeline
+from fourfold.testing.stage_cases import outruns_its_reader, runs_a_pipeline
 
 Pool = Callable[[int], RankPool]
 
@@ -32,6 +32,11 @@ def odd_pool(faults: Path) -> Iterator[Pool]:
 @pytest.mark.parametrize("name", ["delayed", "slow", "unbuffered"])
 def test_steps_pass_four_stages(odd_pool: Pool, name: str) -> None:
     odd_pool(4).run(runs_a_pipeline, name, "cpu", 1, 15)
+
+
+@pytest.mark.parametrize("name", ["delayed", "slow", "unbuffered"])
+def test_a_stage_may_outrun_the_next_one(odd_pool: Pool, name: str) -> None:
+    odd_pool(2).run(outruns_its_reader, name, "cpu")
 
 
 def test_steps_pass_stages_of_two_ranks(odd_pool: Pool) -> None:

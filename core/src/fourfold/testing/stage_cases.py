@@ -97,6 +97,27 @@ def ids(step: int, where: torch.device) -> torch.Tensor:
     return torch.arange(step, device=where) * 1000 + step
 
 
+def outruns_its_reader(rank: Rank, name: str, device: str) -> None:
+    """One stage sends many more messages than fit, and overwrites each; the next one takes its time."""
+    pause, where = threading.Event(), place(rank, device)
+    with stages(rank, name, device, 1) as parallel:
+        ends = transport(parallel, where)
+        for step in range(5 * DEPTH):
+            original = data(0, (50, WIDTH), torch.float32, "cpu", step).to(where)
+            if rank.rank == 0:
+                sent = original.clone()
+                ends.send_activations(step, sent, original)
+                sent.fill_(-7.0)
+            else:
+                pause.wait(0.003)
+                for found in ends.receive_activations(step, 50):
+                    check(found, original)
+        if rank.rank == 1:
+            rank.store.set("arrived", "")
+        rank.store.wait(["arrived"])
+        ends.close()
+
+
 def keeps_shards(rank: Rank, name: str, device: str, tp: int) -> None:
     """What differs between the TP ranks arrives as it was sent."""
     where = place(rank, device)

@@ -41,6 +41,9 @@ class StageTransportConformance(Conformance):
         world_size = self.pipeline_parallel_size * self.tensor_parallel_size
         run(world_size, cases.runs_a_pipeline, self.tensor_parallel_size, self.steps)
 
+    def test_a_stage_may_outrun_the_next_one(self, run: Run) -> None:
+        run(2, cases.outruns_its_reader)
+
     def test_shards_are_not_gathered(self, run: Run) -> None:
         run(2 * self.tensor_parallel_size, cases.keeps_shards, self.tensor_parallel_size)
 
