@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from fourfold.checkpoints.progress import make_progress
+from fourfold.checkpoints.progress import NoProgress, make_progress
 from fourfold.checkpoints.recorded_reading import RecordedFormat
 from fourfold.checkpoints.resolve import Checkpoint, resolve_checkpoint
 from fourfold.checkpoints.sharded_writing import copy_side_files, write_shard
@@ -23,7 +23,6 @@ from fourfold.distributed.connection import connect
 from fourfold.distributed.stage_transport import StageTransport
 from fourfold.errors import ConfigError, EngineError
 from fourfold.messages import InitializeCache, StepMessage, WorkerInfo
-from fourfold.models.layer_costs import stage_costs
 from fourfold.models.loading import load_model
 from fourfold.models.tensor_table import HEAD
 from fourfold.plugins import load_plugins
@@ -32,6 +31,7 @@ from fourfold.worker.model_runner import ModelRunner
 from fourfold.worker.pipeline_stage import PipelineStage
 from fourfold.worker.profile import Profile
 from fourfold.worker.stage_choice import choose_stage
+from fourfold.worker.stage_timing import time_parts
 
 if TYPE_CHECKING:
     from fourfold.config.engine_config import EngineConfig
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from fourfold.distributed.model_parallel import ModelParallel
     from fourfold.entries import WorkerContext
     from fourfold.models.decoder import Decoder
+    from fourfold.models.stage_partition import Stage, StageCosts
+    from fourfold.plugins import PluginRegistry
     from fourfold.worker.request_state import RequestState
 
 
@@ -76,8 +78,8 @@ class Worker:
         with closing(make_progress()) as progress:
             checkpoint = resolve_checkpoint(config.model, registry, progress)
             reading = RecordedFormat(checkpoint.format)
-            description = checkpoint.description
-            stage = choose_stage(config, description, parallel, device, lambda: stage_costs(description))
+            measure = partial(_measure, context, registry, checkpoint, device, parallel)
+            stage = choose_stage(config, checkpoint.description, parallel, device, measure)
             decoder = load_model(
                 context,
                 registry,
@@ -177,6 +179,29 @@ class Worker:
         if self._runner is None:
             raise EngineError(f"{method} came before initialize_cache, or after shutdown")
         return self._runner
+
+
+def _measure(
+    context: WorkerContext,
+    registry: PluginRegistry,
+    checkpoint: Checkpoint,
+    device: Device,
+    parallel: ModelParallel,
+) -> StageCosts:
+    def load(stage: Stage) -> Decoder:
+        return load_model(
+            context,
+            registry,
+            checkpoint,
+            device=device.torch_device,
+            dtype=device.dtype,
+            progress=NoProgress(),
+            parallel=parallel,
+            stage=stage,
+        )
+
+    num_requests = -(-context.config.scheduler.max_num_seqs // parallel.pp.world_size)
+    return time_parts(checkpoint.description, device, load, num_requests=num_requests)
 
 
 def _join(config: EngineConfig, loaded: _Loaded, state: RequestState) -> PipelineStage:
