@@ -117,9 +117,8 @@ class Scheduler:
                 num_decoding += decodes
                 if self._may_continue(request):
                     (decoding if decodes else prefilling).append(request)
-        # An even share of all decodes, or batches would stay as uneven as arrivals and ends have made them, and stages
-        # would wait for the largest. Decodes first: a long prompt must not delay tokens of others.
-        share = -(-num_decoding // self._num_batches)
+        # Decodes first: a long prompt must not delay tokens of others.
+        share = self._share(num_decoding)
         for request in decoding if len(decoding) <= share else sorted(decoding, key=attrgetter("scheduled_step")):
             if share and request.status is Status.RUNNING and self._continue(batch, request, 1):
                 budget -= 1
@@ -146,6 +145,12 @@ class Scheduler:
         return request.num_tokens < request.max_total and (
             self._num_batches == 1 or request.num_computed < len(request.token_ids)
         )
+
+    def _share(self, num_decoding: int) -> int:
+        """Requests that one batch may continue. Without it batches stay as uneven as arrivals and ends have made them,
+        and stages wait for the largest.
+        """
+        return -(-num_decoding // self._num_batches)
 
     def _continue(self, batch: Batch, request: Request, budget: int) -> int:
         """Schedule a running request; returns how many tokens, 0 if it has to wait for blocks."""
