@@ -60,17 +60,20 @@ class BufferedReceiver:
         self._slots = [torch.empty(_LENGTH_BYTES + nbytes, dtype=torch.uint8) for _ in range(depth)]
         self._handles = [start(slot) for slot in self._slots]
         self._next = 0
+        self._emptied: int | None = None
 
     def receive(self, parts: Sequence[torch.Tensor]) -> int:
         """See Receiver."""
         refuse_recording("receive")
         place = self._next % open_depth(self._slots)
+        if self._emptied is not None:  # only now: there is time while this one is waited for
+            self._handles[self._emptied] = self._start(self._slots[self._emptied])
         self._handles[place].wait()
         slot = self._slots[place]
         length = int(slot[:_LENGTH_BYTES].view(torch.int64)[0])
         for piece, part in split(slot[_LENGTH_BYTES : _LENGTH_BYTES + length], parts):
             part[: len(piece)].copy_(piece)
-        self._handles[place] = self._start(slot)
+        self._emptied = place
         self._next += 1
         return length
 

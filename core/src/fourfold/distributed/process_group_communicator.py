@@ -21,7 +21,7 @@ from fourfold.distributed.store import exchange
 from fourfold.errors import EngineError, RpcTimeout, Unsupported
 
 if TYPE_CHECKING:
-    from fourfold.contracts.communicator import PeerMemory
+    from fourfold.contracts.communicator import PeerMemory, Receiver, Sender
     from fourfold.entries import CommunicatorContext
 
 _REPORT_SECONDS = 2.0
@@ -142,12 +142,12 @@ class ProcessGroupCommunicator:
             raise Unsupported(f"irecv fills contiguous tensors, not one of strides {tensor.stride()}")
         return self._start_receive(tensor, source, tag=0)
 
-    def sender(self, destination: int, *, nbytes: int, depth: int) -> BufferedSender:
+    def sender(self, destination: int, *, nbytes: int, depth: int) -> Sender:
         """See Communicator; for groups that tell messages apart by tag, and take short ones for long ones."""
         start = partial(self._start_send, destination=destination, tag=self._next_tag(self.rank, destination))
         return BufferedSender(start, nbytes=nbytes, depth=depth)
 
-    def receiver(self, source: int, *, nbytes: int, depth: int) -> BufferedReceiver:
+    def receiver(self, source: int, *, nbytes: int, depth: int) -> Receiver:
         """See ``sender``."""
         start = partial(self._start_receive, source=source, tag=self._next_tag(source, self.rank))
         return BufferedReceiver(start, nbytes=nbytes, depth=depth)

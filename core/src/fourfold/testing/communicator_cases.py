@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fourfold.contracts.communicator import Communicator
+from fourfold.contracts.communicator import Communicator, Receiver, Sender
 from fourfold.distributed.self_test import self_test
 from fourfold.distributed.store import scoped
 from fourfold.entries import CommunicatorContext
@@ -202,7 +202,8 @@ def pipes(rank: Rank, name: str, device: str) -> list[int]:
     after, before = (mine + 1) % world, (mine - 1) % world
     where, lengths = place(rank, device), []
     with connected(rank, name, device) as communicator:
-        senders, receivers = [], []
+        senders: list[Sender] = []
+        receivers: list[Receiver] = []
         for _ in range(2):
             for end in range(2):  # each rank opens in the order in which its peers do
                 if (end == 0) == (mine == 0):
@@ -223,9 +224,9 @@ def pipes(rank: Rank, name: str, device: str) -> list[int]:
                 target = torch.zeros(rows, device=where)
                 lengths.append(receiver.receive([target[: rows // 2], target[rows // 2 :]]))
                 check(target, data(10 * before + way, (rows,), torch.float32, "cpu", late))
-        for end in (*senders, *receivers):
-            end.close()
-            end.close()
+        for close in [one.close for one in senders] + [one.close for one in receivers]:
+            close()
+            close()
     return lengths
 
 

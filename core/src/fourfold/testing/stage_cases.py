@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
+from fourfold.config.engine_config import EngineConfig
 from fourfold.distributed.model_parallel import GroupLinks, ModelParallel, initialize_model_parallel
 from fourfold.distributed.stage_link import Layout
 from fourfold.distributed.stage_transport import StageTransport
 from fourfold.errors import EngineError, RpcTimeout
 from fourfold.layout import ParallelLayout
+from fourfold.plugins import load_plugins
+from fourfold.selection import AUTO, select
 from fourfold.testing.communicator_cases import check, connected, data, place
 from fourfold.testing.rank_process import Rank
 
@@ -35,11 +38,17 @@ def stages(rank: Rank, name: str, device: str, tp: int, *, timeout: float = 30.0
             communicator = stack.enter_context(connected(rank, name, device, ranks=ranks, timeout=timeout))
             host = communicator
             if device != "cpu":
-                host = stack.enter_context(connected(rank, "shm", "cpu", ranks=ranks, timeout=timeout))
+                host = stack.enter_context(connected(rank, host_communicator(), "cpu", ranks=ranks, timeout=timeout))
             links[ranks] = GroupLinks(name=name, communicator=communicator, host=host)
             return links[ranks]
 
         yield initialize_model_parallel(layout, rank.rank, connect)
+
+
+def host_communicator() -> str:
+    """The name of the one that suits the CPU best."""
+    entries = {name: one for name, one in load_plugins().communicators().items() if "cpu" in one.capabilities}
+    return select("communicator", entries, AUTO, EngineConfig()).entry.name
 
 
 def transport(
@@ -153,7 +162,7 @@ def tells_what_differs(rank: Rank, name: str, device: str, what: str) -> str:
         try:
             if what == "gap":  # as if the first message had never come
                 assert ends._input is not None
-                ends._input._pipe.receive([torch.empty(10_000, dtype=torch.uint8)])
+                (ends._input._headers or ends._input._pipe).receive([torch.empty(10_000, dtype=torch.uint8)])
             ends.receive_activations(7, 3)
         except EngineError as error:
             found = str(error)
@@ -184,6 +193,7 @@ def refuses(rank: Rank, name: str, device: str) -> list[str]:
     with stages(rank, name, device, 1) as parallel:
         ends = transport(parallel, where)
         long, short = torch.zeros(MAX_TOKENS + 1, WIDTH, device=where), torch.zeros(2, WIDTH, device=where)
+        calls: list[Callable[[], object]]
         if rank.rank == 0:
             calls = [
                 lambda: ends.receive_activations(0, 1),
