@@ -25,7 +25,6 @@ from .conftest import ONE_THREAD, Start
 from .running_server import START_TIMEOUT, Server, Stream, wait_until
 from .test_lifecycle import LONG, assert_port_is_free, port_of
 
-PLUGIN = Path(__file__).parent.parent / "faults_plugin"
 PROMPTLY = 2.0
 """Seconds within which clients hear of a failure."""
 GONE = 5.0
@@ -33,18 +32,6 @@ GONE = 5.0
 TWO_RANKS = ("--executor", "faults", "--tensor-parallel-size", "2", "--on-failure", "exit")
 
 Inject = Callable[..., Server]
-
-
-@pytest.fixture(scope="session")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for PYTHONPATH in which the plugin is installed."""
-    folder = tmp_path_factory.mktemp("faults")
-    pip = [sys.executable, "-m", "pip", "--quiet"]
-    build = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder / "wheels", PLUGIN]
-    subprocess.run([*pip, *build], check=True)
-    wheels = (folder / "wheels").glob("*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--target", folder / "site", *wheels], check=True)
-    return folder / "site"
 
 
 @pytest.fixture

@@ -114,6 +114,21 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Seconds spent in steps."""
     overhead_seconds: float = 0.0
     """Of these, seconds outside the model: scheduling, message building, output handling."""
+    pipeline_seconds: float = 0.0
+    """Seconds with steps in the air, when the stages of a pipeline were last asked for the next two."""
+    stage_busy_seconds: list[float] = []
+    """For each stage the seconds that it computed; empty without a pipeline."""
+    stage_bubble_shares: list[float] = []
+    """For each stage the share of the time between the last two questions in which it waited, 0 to 1."""
+
+
+class StageInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What one stage of a pipeline holds."""
+
+    first_layer: int
+    last_layer: int
+    ranks: list[int]
+    """Within the engine; they share the layers."""
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
@@ -131,6 +146,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """Chosen name of each kind of backend."""
     workers: list[dict[str, Any]] = []
     """A ``ProcessState`` a process, as plain values, without the engine's own."""
+    stages: list[StageInfo] = []
+    """Of a pipeline, first to last; empty without one."""
 
 
 class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):

@@ -14,6 +14,7 @@ from fourfold.contracts.scheduling_policy import SchedulingPolicy
 from fourfold.engine.kv_cache_manager import KVCacheManager, request_capacity
 from fourfold.engine.request import Request
 from fourfold.engine.scheduler import Batch, Scheduler, failure
+from fourfold.engine.stage_watch import StageWatch
 from fourfold.errors import EngineError, RequestError, RpcTimeout
 from fourfold.messages import AddRequest, EngineStats, FinishReason, RequestOutput, StepMessage, StepOutput
 
@@ -30,6 +31,9 @@ class StepClient(Protocol):
 
     def execute_model(self, message: StepMessage) -> Future[StepOutput]:
         """Start a step; steps run in the order of calls."""
+
+    def stage_busy_seconds(self) -> Future[list[float]]:
+        """Seconds that each stage of a pipeline has computed."""
 
     def on_failure(self, callback: Callable[[EngineError], None]) -> None:
         """Call back once when the workers are lost for good; at once if they are."""
@@ -79,8 +83,10 @@ class EngineCore:
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             num_slots=scheduler.num_slots,
             # The stages of a pipeline each work on another batch; a request's next token needs all of them.
-            overlap=config.parallel.pipeline_parallel_size == 1,
+            num_batches=min(config.parallel.pipeline_parallel_size, client.max_in_flight),
         )
+        is_pipeline = config.parallel.pipeline_parallel_size > 1
+        self._stage_watch = StageWatch(client, self._scheduler.stats) if is_pipeline else None
         self._in_flight: deque[tuple[Batch, Future[StepOutput], float]] = deque()
 
     @property
@@ -143,6 +149,8 @@ class EngineCore:
         outputs = self._scheduler.update(batch, output)
         self._in_flight.popleft()
         self._count(started, min(waited, output.forward_seconds))
+        if self._stage_watch is not None:
+            self._stage_watch.step_returned(started=started, air_is_empty=not self._in_flight)
         if self._events is not None:
             self._tell_finished(outputs)
             self._events.step_finished(self.stats)

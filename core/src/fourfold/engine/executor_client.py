@@ -29,6 +29,7 @@ class ExecutorClient:
         self._executor = executor
         self._ready_by = (time.monotonic() if started is None else started) + config.timeouts.startup_timeout
         self._startup_timeout = config.timeouts.startup_timeout
+        self._tensor_parallel_size = config.parallel.tensor_parallel_size
         self._rpc_timeout = config.timeouts.rpc_timeout
         self._encoder = msgspec.msgpack.Encoder()
         self._step_decoder = msgspec.msgpack.Decoder(StepOutput)
@@ -78,6 +79,11 @@ class ExecutorClient:
         )
         return _decoded(reply, self._step_decoder.decode)
 
+    def stage_busy_seconds(self) -> Future[list[float]]:
+        """Seconds that the first rank of each stage has computed so far; in order with steps, and not waited for."""
+        reply = self._executor.collective_rpc("busy_seconds", timeout=self._rpc_timeout, non_block=True)
+        return _decoded(reply, lambda seconds: seconds[:: self._tensor_parallel_size])
+
     def check_health(self, timeout: float) -> None:
         """Return when every rank has answered within ``timeout`` seconds; raises as ``collective_rpc`` does."""
         self._executor.collective_rpc("check_health", timeout=timeout)
@@ -120,12 +126,12 @@ class ExecutorClient:
         return max(0.0, self._ready_by - time.monotonic())
 
 
-def _decoded(reply: Future[bytes], decode: Callable[[bytes], T]) -> Future[T]:
+def _decoded(reply: Future[Any], decode: Callable[[Any], T]) -> Future[T]:
     """A future of the decoded reply that is done when ``reply`` is."""
     result: Future[T] = Future()
     result.set_running_or_notify_cancel()  # a step cannot be taken back once the workers have it
 
-    def pass_on(done: Future[bytes]) -> None:
+    def pass_on(done: Future[Any]) -> None:
         try:
             result.set_result(decode(done.result()))
         except BaseException as error:  # whatever the reply is, the waiting engine must learn it

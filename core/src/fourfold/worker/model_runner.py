@@ -7,7 +7,7 @@ nothing of what runs, and knows no process or transport.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fourfold.contracts.attention_backend import AttentionMetadata
     from fourfold.contracts.kv_cache_spec import KVCacheConfig, KVCacheSpec
     from fourfold.contracts.operators import Operators
+    from fourfold.worker.pipeline_stage import PipelineStage
 
 PROMPT_LOGPROB_ENTRIES = 1 << 22
 """Logits of prompt positions computed at a time: 16 MiB of fp32."""
@@ -95,7 +96,9 @@ class ModelRunner:
         max_model_len: int,
         vocabulary_size: int,
         parallel: ModelParallel = ALONE,
+        join: Callable[[RequestState], PipelineStage] | None = None,
     ) -> None:
+        """``join`` makes this rank a stage of a pipeline; None: it has all layers."""
         self._model = model
         self._parallel = parallel
         self._device = device
@@ -104,6 +107,7 @@ class ModelRunner:
         self._max_tokens = scheduler.max_num_batched_tokens
         slots = scheduler.num_slots
         self._state = RequestState(cache, slots=slots, max_model_len=max_model_len, vocabulary_size=vocabulary_size)
+        self._pipeline = None if join is None else join(self._state)
         self._sampling = SamplingState(slots=slots, vocabulary_size=vocabulary_size)
         self._sampler = Sampler(self._sampling, operators=model.operators, device=device)
         self._buffers = InputBuffers(
@@ -117,11 +121,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, message: StepMessage) -> StepOutput:
-        """Run one step; all ranks run the same ones, and the first that shares the layers has what is sampled.
+        """Run one step; all ranks run the same ones. The first that shares the last layers has what is sampled.
 
         What fails for one request alone is in the reply's ``errors``.
         """
         self._parallel.begin_step(message.step)
+        if self._pipeline is not None:
+            self._pipeline.take_ids(message)
         errors = self._update_state(message)
         if not message.scheduled:
             return StepOutput(step=message.step, token_ids=[], errors=errors)
@@ -129,6 +135,11 @@ class ModelRunner:
         size = self._graphs.size_for(plan.num_requests) if plan.is_decode else None
         self._buffers.fill(plan, padded_to=size or 0)
         started = time.perf_counter()  # what lies before is overhead in the engine's books
+        if self._pipeline is not None:
+            self._pipeline.receive(message.step, plan)
+            if not self._pipeline.is_last:
+                self._pass_on(self._pipeline, message.step, plan, size)
+                return StepOutput(step=message.step, token_ids=[])
         logits, prompt_logprobs = self._forward(plan, size)
         if logits is None:
             self._device.synchronize()
@@ -141,6 +152,8 @@ class ModelRunner:
             )
         slots = plan.slots[plan.sampling]
         sampled = self._sample(logits, slots)
+        if self._pipeline is not None:
+            self._pipeline.send_ids(message.step, sampled.token_ids)
         self._state.append(slots, sampled.token_ids)
         self._sampling.append(slots, sampled.token_ids)
         for slot in slots[sampled.broken].tolist():
@@ -173,9 +186,16 @@ class ModelRunner:
                 f"the model's first logits are not finite; its weights are damaged, or its config.json is wrong{hint}"
             )
 
+    @property
+    def waited_seconds(self) -> float:
+        """Spent on other stages of the pipeline so far."""
+        return 0.0 if self._pipeline is None else self._pipeline.waited_seconds
+
     def close(self) -> None:
-        """Release recorded steps and the KV cache; idempotent."""
+        """Release recorded steps, the KV cache and the other stages; idempotent."""
         self._graphs.close()
+        if self._pipeline is not None:
+            self._pipeline.close()
         self._kv_caches.clear()
 
     def _sample(self, logits: torch.Tensor, slots: Int64) -> Sampled:
@@ -209,7 +229,7 @@ class ModelRunner:
         The buffers hold ``plan``; with a ``size`` they are padded to it, for the recorded step of that batch size.
         """
         if size is not None:
-            local = self._graphs.run(size, lambda: self._buffers.upload_padded(size), self._decode)
+            (local,) = self._graphs.run(size, lambda: self._buffers.upload_padded(size), self._decode)
             return self._model.collect_logits(local[: plan.num_requests]), {}
         hidden = self._hidden(self._buffers.upload(plan))
         prompt_logprobs = self._prompt_logprobs(plan, hidden) if self._sampling.prompt_logprobs else {}
@@ -219,15 +239,32 @@ class ModelRunner:
             hidden = hidden[self._device.upload(plan.query_start[1:][plan.sampling] - 1)]
         return self._logits(hidden), prompt_logprobs
 
-    def _decode(self, inputs: StepInputs) -> torch.Tensor:
-        return self._model.local_logits(self._hidden(inputs))
+    def _pass_on(self, pipeline: PipelineStage, step: int, plan: StepPlan, size: int | None) -> None:
+        """Run the plan in the buffers through this stage's layers and on to the next stage; see ``_forward``."""
+
+        def run(inputs: StepInputs) -> tuple[torch.Tensor, ...]:
+            return pipeline.run(inputs, self._kv_caches, self._metadata(inputs))
+
+        if size is None:
+            hidden, residual = run(self._buffers.upload(plan))
+        else:
+            hidden, residual = self._graphs.run(size, lambda: self._buffers.upload_padded(size), run)
+        pipeline.send(step, plan, hidden, residual)
+
+    def _decode(self, inputs: StepInputs) -> tuple[torch.Tensor]:
+        return (self._model.local_logits(self._hidden(inputs)),)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.collect_logits(self._model.local_logits(hidden))
 
     def _hidden(self, inputs: StepInputs) -> torch.Tensor:
-        metadata = [inputs.metadata[group] for group in self._group_of_layer]
+        metadata = self._metadata(inputs)
+        if self._pipeline is not None:
+            return self._pipeline.finish(*self._pipeline.run(inputs, self._kv_caches, metadata))
         return self._model.forward(inputs.token_ids, inputs.positions, self._kv_caches, metadata)
+
+    def _metadata(self, inputs: StepInputs) -> list[AttentionMetadata]:
+        return [inputs.metadata[group] for group in self._group_of_layer]
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: torch.Tensor) -> dict[int, list[TokenLogprobs]]:
         """Of the prompt tokens that this step's positions predict: the last position of a chunk predicts the first

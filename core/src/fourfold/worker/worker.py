@@ -7,8 +7,10 @@ what runs.
 from __future__ import annotations
 
 import gc
+import time
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,6 +21,7 @@ from fourfold.checkpoints.recorded_reading import RecordedFormat
 from fourfold.checkpoints.resolve import Checkpoint, resolve_checkpoint
 from fourfold.checkpoints.sharded_writing import copy_side_files, write_shard
 from fourfold.distributed.connection import connect
+from fourfold.distributed.stage_transport import StageTransport
 from fourfold.errors import ConfigError, EngineError
 from fourfold.messages import InitializeCache, StepMessage, WorkerInfo
 from fourfold.models.loading import load_model
@@ -26,13 +29,20 @@ from fourfold.models.tensor_table import HEAD
 from fourfold.plugins import load_plugins
 from fourfold.worker.device import Device, open_device
 from fourfold.worker.model_runner import ModelRunner
+from fourfold.worker.pipeline_stage import PipelineStage
 from fourfold.worker.profile import Profile
+from fourfold.worker.stage_choice import choose_stage
+from fourfold.worker.stage_timing import time_parts
 
 if TYPE_CHECKING:
+    from fourfold.config.engine_config import EngineConfig
     from fourfold.distributed.group_coordinator import GroupCoordinator
     from fourfold.distributed.model_parallel import ModelParallel
     from fourfold.entries import WorkerContext
     from fourfold.models.decoder import Decoder
+    from fourfold.models.stage_partition import Stage, StageCosts
+    from fourfold.plugins import PluginRegistry
+    from fourfold.worker.request_state import RequestState
 
 
 class _Loaded(NamedTuple):
@@ -51,6 +61,7 @@ class Worker:
         self._loaded: _Loaded | None = None
         self._runner: ModelRunner | None = None
         self._profile: Profile | None = None
+        self._busy_seconds = 0.0
         self._decode_step = msgspec.msgpack.Decoder(StepMessage)
         self._encode = msgspec.msgpack.Encoder().encode
 
@@ -69,6 +80,8 @@ class Worker:
         with closing(make_progress() if first else NoProgress()) as progress:
             checkpoint = resolve_checkpoint(config.model, registry, progress)
             reading = RecordedFormat(checkpoint.format)
+            measure = partial(_measure, context, registry, checkpoint, device, parallel)
+            stage = choose_stage(config, checkpoint.description, parallel, device, measure)
             decoder = load_model(
                 context,
                 registry,
@@ -77,6 +90,7 @@ class Worker:
                 dtype=device.dtype,
                 progress=progress,
                 parallel=parallel,
+                stage=stage,
             )
         _check_alike(parallel.tp, decoder.backends)
         self._loaded = _Loaded(device, decoder, parallel, checkpoint, reading)
@@ -105,6 +119,7 @@ class Worker:
             max_model_len=config.model.max_model_len or description.max_model_len,
             vocabulary_size=description.vocab_size,
             parallel=parallel,
+            join=None if parallel.pp.world_size == 1 else partial(_join, config, self._loaded),
         )
 
     def warm_up(self) -> None:
@@ -118,7 +133,15 @@ class Worker:
 
     def execute_model(self, message: bytes) -> bytes:
         """Run the step of a StepMessage; the reply is a StepOutput."""
-        return self._encode(self._ready("execute_model").execute(self._decode_step.decode(message)))
+        runner = self._ready("execute_model")
+        started, waited = time.perf_counter(), runner.waited_seconds
+        reply = self._encode(runner.execute(self._decode_step.decode(message)))
+        self._busy_seconds += time.perf_counter() - started - (runner.waited_seconds - waited)
+        return reply
+
+    def busy_seconds(self) -> float:
+        """Seconds that this rank has spent in steps so far, without its waits for other stages."""
+        return self._busy_seconds
 
     def check_health(self) -> None:
         """Return when everything that was started on the device is done."""
@@ -163,6 +186,44 @@ class Worker:
         if self._runner is None:
             raise EngineError(f"{method} came before initialize_cache, or after shutdown")
         return self._runner
+
+
+def _measure(
+    context: WorkerContext,
+    registry: PluginRegistry,
+    checkpoint: Checkpoint,
+    device: Device,
+    parallel: ModelParallel,
+) -> StageCosts:
+    def load(stage: Stage) -> Decoder:
+        return load_model(
+            context,
+            registry,
+            checkpoint,
+            device=device.torch_device,
+            dtype=device.dtype,
+            progress=NoProgress(),
+            parallel=parallel,
+            stage=stage,
+        )
+
+    num_requests = -(-context.config.scheduler.max_num_seqs // parallel.pp.world_size)
+    return time_parts(checkpoint.description, device, load, num_requests=num_requests)
+
+
+def _join(config: EngineConfig, loaded: _Loaded, state: RequestState) -> PipelineStage:
+    """Connect this rank to the stages before and after it; all ranks must."""
+    device, decoder, parallel = loaded.device, loaded.decoder, loaded.parallel
+    depth = config.scheduler.max_in_flight or parallel.pp.world_size + 1
+    transport = StageTransport(
+        parallel,
+        device.torch_device,
+        hidden_size=decoder.description.hidden_size,
+        dtype=decoder.dtype,
+        max_tokens=config.scheduler.max_num_batched_tokens,
+        depth=depth,
+    )
+    return PipelineStage(decoder, transport, state, device, depth=depth)
 
 
 def _check_alike(group: GroupCoordinator, backends: dict[str, str]) -> None:
