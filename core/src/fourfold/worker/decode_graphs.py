@@ -6,6 +6,7 @@ Knows no request: batch sizes and buffers only.
 from __future__ import annotations
 
 import logging
+import time
 from bisect import bisect_left
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -24,14 +25,16 @@ log = logging.getLogger(__name__)
 
 
 class DecodeGraphs:
-    """Records at the first use of a size; empty where the operators cannot record, or cannot record this model.
+    """Records all at once, or each at the first use of its size; empty where the operators cannot record this model.
 
     The ranks of ``group``, which share the layers, record the same sizes: all of them, or none records.
     """
 
-    def __init__(self, operators: Operators, *, max_batch_size: int, group: GroupCoordinator) -> None:
+    def __init__(
+        self, operators: Operators, *, max_batch_size: int, group: GroupCoordinator, enabled: bool = True
+    ) -> None:
         self._group = group
-        self._recorder = operators if isinstance(operators, StepRecorder) else None
+        self._recorder = operators if enabled and isinstance(operators, StepRecorder) else None
         self._sizes = sorted(self._recorder.batch_sizes(max_batch_size)) if self._recorder is not None else []
         self._graphs: dict[int, StepGraph] = {}
 
@@ -44,6 +47,17 @@ class DecodeGraphs:
         """The batch size to pad ``num_requests`` to; None: run it plainly."""
         index = bisect_left(self._sizes, num_requests)
         return self._sizes[index] if index < len(self._sizes) else None
+
+    def record_all(self, inputs: Callable[[int], StepInputs], step: Callable[[StepInputs], torch.Tensor]) -> None:
+        """Record every size now, the largest first, whose memory the others can use; see ``run``."""
+        started = time.perf_counter()
+        for size in reversed(self.sizes):
+            graph = self._capture(inputs(size), step)
+            if graph is None:
+                return
+            self._graphs[size] = graph
+        if self._graphs:
+            log.info("%d sizes of decode steps recorded in %.1f s", len(self._sizes), time.perf_counter() - started)
 
     def run(
         self, size: int, inputs: Callable[[], StepInputs], step: Callable[[StepInputs], torch.Tensor]

@@ -1,18 +1,24 @@
-"""Runs an executor's calls on one rank, in their order, on one thread. Knows the worker by its methods' names only."""
+"""Runs an executor's calls on one rank, in their order, on one thread. Knows the worker by its methods' names only.
+
+Replies that the worker defers are waited for on a second thread, so that the next call can begin.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import socket
+import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from fourfold.config.transport import decode_config
+from fourfold.contracts.deferred_reply import DeferredReply
 from fourfold.entries import WorkerContext
 from fourfold.errors import EngineError
 from fourfold.manifest import fingerprint
@@ -24,6 +30,9 @@ from fourfold_executor_mp.frames import Frame, FrameReader, Kind, send_frame
 from fourfold_executor_mp.start_message import CONSTRUCTION, DISCOVERY, StartMessage
 
 logger = logging.getLogger(__name__)
+
+_CLOSE_SECONDS: Final = 1.0
+"""For steps that are still on a device when the rank ends; the executor's patience is 2 s."""
 
 
 class RankServer:
@@ -40,6 +49,8 @@ class RankServer:
         self._start: StartMessage | None = None
         self._worker: Any = None
         self._stopping = False
+        self._sending = threading.Lock()
+        self._deferred: DeferredReplies | None = None
 
     def run(self) -> None:
         """Serve until ``stop`` or until the executor closes the stream; then let the worker go."""
@@ -47,6 +58,8 @@ class RankServer:
             for frame in self._calls():
                 self._serve(frame)
         finally:
+            if self._deferred is not None:
+                self._deferred.close()
             self._end_worker()
 
     def stop(self) -> None:
@@ -69,6 +82,7 @@ class RankServer:
 
     def _serve(self, frame: Frame) -> None:
         number = frame.number
+        answer: Frame | None
         try:
             if number == 0:
                 answer = Frame(Kind.REPLY, number, self._discover(frame.payload))
@@ -79,7 +93,11 @@ class RankServer:
                 answer = self._run(frame)
         except Exception as error:
             answer = Frame(Kind.ERROR, number, _report(error, self._phase(frame)))
-        with contextlib.suppress(ConnectionError):  # an executor that has gone ends this process in its own way
+        if answer is not None:
+            self._send(answer)
+
+    def _send(self, answer: Frame) -> None:
+        with self._sending, contextlib.suppress(ConnectionError):  # an executor that has gone ends this process itself
             send_frame(self._stream, answer)
 
     def _discover(self, payload: bytes | bytearray) -> bytes:
@@ -115,12 +133,23 @@ class RankServer:
             raise EngineError(f"{CONSTRUCTION} came before {DISCOVERY}")
         return self._start
 
-    def _run(self, frame: Frame) -> Frame:
+    def _run(self, frame: Frame) -> Frame | None:
+        """The answer to a call; None when it is sent later."""
         name, args, kwargs, reply_rank = decode(frame.payload)
         result = bind_method(self._worker, name)(*args, **kwargs)
-        if reply_rank is None or reply_rank == self._rank:
-            return Frame(Kind.REPLY, frame.number, encode(result))
-        return Frame(Kind.DONE, frame.number, b"")
+        wanted = reply_rank is None or reply_rank == self._rank
+        if not isinstance(result, DeferredReply):
+            return _answer(frame.number, result, wanted=wanted)
+        if self._deferred is None:
+            self._deferred = DeferredReplies(self._send)
+        self._deferred.put(lambda: self._finish(frame.number, name, result, wanted=wanted))
+        return None
+
+    def _finish(self, number: int, name: str, reply: DeferredReply, *, wanted: bool) -> Frame:
+        try:
+            return _answer(number, reply.take(), wanted=wanted)
+        except Exception as error:
+            return Frame(Kind.ERROR, number, _report(error, name))
 
     def _phase(self, frame: Frame) -> str:
         if frame.number < 2:
@@ -136,6 +165,33 @@ class RankServer:
             end()
         except Exception:  # a worker that ends badly must not keep the rank from ending
             logger.exception("the worker failed in shutdown")
+
+
+class DeferredReplies:
+    """Makes answers on a thread of its own, in order, and sends them."""
+
+    def __init__(self, send: Callable[[Frame], None]) -> None:
+        self._send = send
+        self._waiting: queue.SimpleQueue[Callable[[], Frame] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="deferred-replies", daemon=True)
+        self._thread.start()
+
+    def put(self, make: Callable[[], Frame]) -> None:
+        """Send what ``make`` returns, after those before it."""
+        self._waiting.put(make)
+
+    def close(self) -> None:
+        """Send what is waiting, and end; after a deadline without."""
+        self._waiting.put(None)
+        self._thread.join(_CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        while (make := self._waiting.get()) is not None:
+            self._send(make())
+
+
+def _answer(number: int, result: Any, *, wanted: bool) -> Frame:
+    return Frame(Kind.REPLY, number, encode(result)) if wanted else Frame(Kind.DONE, number, b"")
 
 
 def _report(error: Exception, phase: str) -> bytes:

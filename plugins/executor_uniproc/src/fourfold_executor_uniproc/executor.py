@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from pkgutil import resolve_name
 from typing import Any, Final
 
+from fourfold.contracts.deferred_reply import DeferredReply
 from fourfold.contracts.executor import Aggregate, Method
 from fourfold.entries import ExecutorContext, WorkerContext
 from fourfold.errors import ConfigError, EngineError, ExecutorClosed, ExecutorFailed, RpcTimeout, WorkerError
@@ -23,15 +24,17 @@ _SHUTDOWN_WAIT: Final = 5.0  # seconds that shutdown waits for a call in progres
 
 
 class UniprocExecutor:
-    """The one worker of a one-rank engine, called directly; a call is done when it returns, ``non_block`` or not.
+    """The one worker of a one-rank engine, called directly.
 
-    Arguments and replies are encoded as they would be on a wire, so that nothing works here alone. A call that outlives
-    its deadline cannot be interrupted; its reply is dropped and RpcTimeout raised when it returns.
+    A call is done when it returns, ``non_block`` or not, unless the worker defers its reply: that is taken when the
+    future's result is asked for. Arguments and replies are encoded as they would be on a wire, so that nothing works
+    here alone. A call that outlives its deadline cannot be interrupted; its reply is dropped and RpcTimeout raised when
+    it returns.
     """
 
     world_size = 1
     output_rank = _RANK
-    max_in_flight = 1
+    max_in_flight = 2
 
     def __init__(self, context: ExecutorContext) -> None:
         ranks = context.layout.engine_world_size
@@ -64,11 +67,18 @@ class UniprocExecutor:
         if reply_rank not in (None, _RANK):
             raise ConfigError(f"reply_rank is {reply_rank}; this executor has rank 0 only")
         limit = self._timeout if timeout is None else timeout
+        deadline = time.monotonic() + limit
         if not non_block:
-            return self._shape(self._call(name, args, kwargs, limit), reply_rank, aggregate)
+            reply = self._call(name, args, kwargs, limit)
+            if isinstance(reply, DeferredReply):
+                reply = self._take(name, reply, limit, deadline)
+            return _shape(reply, reply_rank, aggregate)
         future: Future[Any] = Future()
         try:
-            future.set_result(self._shape(self._call(name, args, kwargs, limit), reply_rank, aggregate))
+            reply = self._call(name, args, kwargs, limit)
+            if isinstance(reply, DeferredReply):
+                return LaterReply(lambda: _shape(self._take(name, reply, limit, deadline), reply_rank, aggregate))
+            future.set_result(_shape(reply, reply_rank, aggregate))
         except Exception as error:
             future.set_exception(error)
         return future
@@ -117,13 +127,25 @@ class UniprocExecutor:
         travelled_args = [_travel(value) for value in args]
         travelled_kwargs = {key: _travel(value) for key, value in kwargs.items()}
         try:
-            return _travel(bind_method(self._worker, name)(*travelled_args, **travelled_kwargs))
+            reply = bind_method(self._worker, name)(*travelled_args, **travelled_kwargs)
+            return reply if isinstance(reply, DeferredReply) else _travel(reply)
         except SystemExit as error:  # what would end a worker process ends this worker
             failure = ExecutorFailed(f"rank 0 left with exit code {error.code} in {name}")
             self._fail(failure)
             raise failure from error
         except Exception as error:
             raise WorkerError(_RANK, name, type(error).__name__, str(error), traceback.format_exc()) from error
+
+    def _take(self, name: str, reply: DeferredReply, limit: float, deadline: float) -> Any:
+        """What the worker deferred."""
+        self._check_open(name)
+        try:
+            value = _travel(reply.take())
+        except Exception as error:
+            raise WorkerError(_RANK, name, type(error).__name__, str(error), traceback.format_exc()) from error
+        if time.monotonic() > deadline:
+            raise RpcTimeout(name, limit, [_RANK])
+        return value
 
     def _check_open(self, name: str) -> None:
         with self._state:
@@ -140,11 +162,41 @@ class UniprocExecutor:
         for callback in callbacks:
             callback(failure)
 
-    @staticmethod
-    def _shape(reply: Any, reply_rank: int | None, aggregate: Aggregate | None) -> Any:
-        if aggregate is not None:
-            return aggregate([reply])
-        return [reply] if reply_rank is None else reply
+
+class LaterReply(Future[Any]):
+    """A future that is done when somebody asks for its result, on whose thread the rest of the work is."""
+
+    def __init__(self, take: Callable[[], Any]) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()
+        self._finishing = threading.Lock()
+        self._take: Callable[[], Any] | None = take
+
+    def result(self, timeout: float | None = None) -> Any:
+        """See Future; ``timeout`` is not looked at, since what runs in the caller's thread cannot be left."""
+        self._finish()
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """See Future and ``result``."""
+        self._finish()
+        return super().exception(0)
+
+    def _finish(self) -> None:
+        with self._finishing:
+            take, self._take = self._take, None
+            if take is None:
+                return
+            try:
+                self.set_result(take())
+            except Exception as error:
+                self.set_exception(error)
+
+
+def _shape(reply: Any, reply_rank: int | None, aggregate: Aggregate | None) -> Any:
+    if aggregate is not None:
+        return aggregate([reply])
+    return [reply] if reply_rank is None else reply
 
 
 def _build_worker(context: ExecutorContext) -> Any:
