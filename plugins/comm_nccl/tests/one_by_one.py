@@ -24,7 +24,7 @@ def numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @triton.jit
-def nobody_waits(send, wait, number, peer, errors, timeout):
+def nobody_waits(send, wait, number, peer, table, world):
     pass
 
 
@@ -34,7 +34,7 @@ def store_words(address, word, inside, number):
 
 
 @triton.jit
-def load_words(address, inside, number, errors, peer, timeout):
+def load_words(address, inside, number, table, peer, world):
     return tl.load(address.to(tl.pointer_type(tl.int64)), mask=inside, other=0)
 
 
@@ -53,11 +53,11 @@ class Ranks:
         self.ranks = [CustomAllReduce(addresses, region, rank=rank, device=cpu, timeout=1.0) for rank in range(world)]
         self.number = 6
 
-    def run(self, launch) -> None:
+    def turns(self):
         for _ in range(ROUNDS):
             for rank, custom in enumerate(self.ranks):
                 custom.count_from(self.number)
-                launch(custom, rank)
+                yield rank, custom
         self.number += 1
 
 
@@ -75,7 +75,8 @@ def check_sums(world: int, dtype: torch.dtype) -> None:
     ):
         parts = [numbers(nbytes // dtype.itemsize, dtype=dtype) for _ in range(world)]
         outs = [torch.full_like(parts[0], torch.nan) for _ in range(world)]
-        ranks.run(lambda custom, rank: custom.all_reduce(Plan(algorithm, 3), parts[rank], outs[rank]))
+        for rank, custom in ranks.turns():
+            custom.all_reduce(Plan(algorithm, 3), parts[rank], outs[rank])
         total = parts[0].float()
         for part in parts[1:]:
             total = total + part.float()
@@ -101,12 +102,10 @@ def check_norms(world: int, dtype: torch.dtype) -> None:
         residuals = [before.clone() for _ in range(world)]
         outs = [torch.full_like(before, torch.nan) for _ in range(world)]
 
-        def launch(custom, rank):
+        for rank, custom in ranks.turns():
             residuals[rank].copy_(before)
             plan = None if algorithm is None else Plan(algorithm, 3)
             custom.all_reduce_add_rms_norm(plan, parts[rank], residuals[rank], weight, out=outs[rank], epsilon=1e-5)
-
-        ranks.run(launch)
         for rank, (residual, out) in enumerate(zip(residuals, outs)):
             if not torch.equal(residual, after):
                 print(f"{algorithm} norm of {rows} x {width} over {world}: wrong residual on rank {rank}")

@@ -39,7 +39,7 @@ def ptx(kernel: Any, world: int, dtype: str, **constants: int) -> str:
     pointers = {"table": "*i64", "sequence": "*i32"} | dict.fromkeys(
         ("tensor", "residual", "weight", "out"), f"*{dtype}"
     )
-    numbers = {"rank": "i32", "vectors": "i32", "rows": "i32", "epsilon": "fp32", "timeout": "i64"}
+    numbers = {"rank": "i32", "vectors": "i32", "rows": "i32", "epsilon": "fp32"}
     kinds = {name: (pointers | numbers).get(name, "constexpr") for name in kernel.arg_names}
     aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(kinds) if name in pointers}
     values = {name: known[name] for name, kind in kinds.items() if kind == "constexpr"}

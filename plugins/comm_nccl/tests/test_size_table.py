@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,7 @@ def test_the_areas_of_a_region_do_not_overlap(world: int) -> None:
             # A stripe of each superblock, of which the last may be partly empty.
             areas.append((part, part + region.max_bytes // world + MAX_STRIPE_BYTES))
         areas.append((start + region.results_at, start + region.results_at + region.max_bytes))
-    for (_, end), (start, _) in zip(areas, areas[1:]):
+    for (_, end), (start, _) in pairwise(areas):
         assert end <= start
     assert areas[-1][1] <= region.nbytes
     assert all(start % 16 == 0 for start, _ in areas)

@@ -8,10 +8,10 @@ import time
 import pytest
 import torch
 
-from .virtual_ranks import DEVICE, VirtualRanks
-
 from fourfold_comm_nccl.fast_path import TEST_BYTES
 from fourfold_comm_nccl.size_table import ALGORITHMS
+
+from .virtual_ranks import DEVICE, VirtualRanks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,10 +49,12 @@ def test_sums_have_the_bits_of_a_plain_sum(ranks: VirtualRanks, algorithm: str, 
             continue
         parts = noise(ranks, nbytes // dtype.itemsize, dtype=dtype)
         outs = torch.full_like(parts, torch.nan)
-        ranks.run(lambda custom, rank: custom.all_reduce(plan, parts[rank], outs[rank]))
+        for rank, custom in ranks.each():
+            custom.all_reduce(plan, parts[rank], outs[rank])
         expected = total(parts)
         assert all(torch.equal(out, expected) for out in outs)
-        ranks.run(lambda custom, rank: custom.all_reduce(plan, parts[rank], parts[rank]))
+        for rank, custom in ranks.each():
+            custom.all_reduce(plan, parts[rank], parts[rank])
         assert all(torch.equal(part, expected) for part in parts)
     assert not any(custom.failed for custom in ranks.ranks)
 
@@ -66,13 +68,11 @@ def test_slots_are_not_reused_too_soon(ranks: VirtualRanks) -> None:
         naps = [[draw.choice((0, 0, 0, 2_000, 30_000)) for _ in plans] for _ in ranks.ranks]
         torch.cuda.synchronize()
 
-        def launch(custom, rank):
+        for rank, custom in ranks.each():
             for (plan, _), part, out, nap in zip(plans, data, outs, naps[rank]):
                 if nap:
                     torch.cuda._sleep(nap)
                 custom.all_reduce(plan, part[rank], out[rank])
-
-        ranks.run(launch)
         bad = [place for place, (part, out) in enumerate(zip(data, outs)) if not (out == total(part)).all()]
         assert bad == []
 
@@ -81,14 +81,11 @@ def test_a_graph_of_an_odd_number_of_sums_can_be_replayed(ranks: VirtualRanks) -
     plans = [ranks.plan(algorithm) for algorithm in (*ALGORITHMS, "flagged", "one_shot")]
     data = [noise(ranks, 32_768) for _ in plans]
     outs = [torch.full_like(one, torch.nan) for one in data]
-
-    def launch(custom, rank):
-        for plan, part, out in zip(plans, data, outs):
-            custom.all_reduce(plan, part[rank], out[rank])
-
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ranks.run(launch)
+        for rank, custom in ranks.each():
+            for plan, part, out in zip(plans, data, outs):
+                custom.all_reduce(plan, part[rank], out[rank])
     for _ in range(7):
         for part, out in zip(data, outs):
             part.copy_(noise(ranks, 32_768))
@@ -105,7 +102,8 @@ def test_the_counter_may_overflow(ranks: VirtualRanks, number: int) -> None:
         plan = ranks.plan(ALGORITHMS[step % 3])
         parts = noise(ranks, 20_000)
         outs = torch.full_like(parts, torch.nan)
-        ranks.run(lambda custom, rank: custom.all_reduce(plan, parts[rank], outs[rank]))
+        for rank, custom in ranks.each():
+            custom.all_reduce(plan, parts[rank], outs[rank])
         assert (outs == total(parts)).all()
     assert not any(custom.failed for custom in ranks.ranks)
 
@@ -119,11 +117,10 @@ def test_the_norm_is_that_of_the_sum(ranks: VirtualRanks, algorithm: str, dtype:
         weight = torch.randn(WIDTH, device=DEVICE).to(dtype)
         residuals = before.expand(ranks.world, -1, -1).clone()
         expected = total(parts)
-        ranks.run(
-            lambda custom, rank: custom.all_reduce_add_rms_norm(
+        for rank, custom in ranks.each():
+            custom.all_reduce_add_rms_norm(
                 ranks.plan(algorithm), parts[rank], residuals[rank], weight, out=parts[rank], epsilon=1e-5
             )
-        )
         after = before + expected
         wide = after.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * weight.float()
@@ -139,13 +136,9 @@ def test_a_missing_rank_is_named_within_the_limit(algorithm: str) -> None:
     ranks.load(WIDTH, torch.bfloat16)
     parts = noise(ranks, 32_768)
     started = time.monotonic()
-
-    def launch(custom, rank):
-        if rank != 2:
-            for _ in range(50):
-                custom.all_reduce(ranks.plan(algorithm), parts[rank], parts[rank])
-
-    ranks.run(launch)
+    for rank, custom in ranks.each():
+        for _ in range(50 if rank != 2 else 0):
+            custom.all_reduce(ranks.plan(algorithm), parts[rank], parts[rank])
     torch.cuda.synchronize()
     assert time.monotonic() - started < 3
     assert [custom.missing for custom in ranks.ranks if custom.rank != 2] == [[2]] * 3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
 
@@ -47,12 +47,12 @@ class VirtualRanks:
         alone.meet()
         torch.cuda.synchronize()
 
-    def run(self, launch: Callable[[CustomAllReduce, int], None]) -> None:
-        """``launch`` of all ranks at once, after what is queued and before what will be."""
+    def each(self) -> Iterator[tuple[int, CustomAllReduce]]:
+        """Every rank on its stream: all at once, after what is queued and before what will be."""
         here = torch.cuda.current_stream()
         for rank, (custom, stream) in enumerate(zip(self.ranks, self.streams)):
             stream.wait_stream(here)
             with torch.cuda.stream(stream):
-                launch(custom, rank)
+                yield rank, custom
         for stream in self.streams:
             here.wait_stream(stream)

@@ -1,7 +1,7 @@
 """Sums over the ranks, one kernel each; on every rank in rank order and in fp32, so that all get the same bits.
 
-``table`` holds the addresses of all ranks' regions (``region.Region``), then that of the errors. Tensors are multiples
-of 16 bytes. ``out`` may be ``tensor``: a program reads and writes the same elements. After the one-shot and two-shot
+``table``: the addresses of all ranks' regions (``region.Region``), of the errors, and a time limit. Tensors are
+multiples of 16 bytes. ``out`` may be ``tensor``: a program reads and writes the same elements. After the one-shot and two-shot
 kernels of vLLM and PyTorch and NCCL's LL protocol, with the input copied by the kernel itself and one meeting less.
 """
 
@@ -29,7 +29,6 @@ def received(
     words: tl.tensor,
     inside: tl.tensor,
     number: tl.tensor,
-    timeout: tl.tensor,
     like: tl.tensor,
     world: tl.constexpr,
     flagged_at: tl.constexpr,
@@ -39,11 +38,10 @@ def received(
     """fp32 [words, values in a word]: the sums of what all ranks sent as words ``words``."""
     bits: tl.constexpr = like.dtype.element_ty.primitive_bitwidth
     mine = tl.load(table + rank) + flagged_at + (number & 1).to(tl.int64) * slot_bytes + words.to(tl.int64) * 16
-    errors = tl.load(table + world)
     shifts = (tl.arange(0, 64 // bits) * bits).to(tl.int64)
     total = tl.zeros([words.shape[0], 64 // bits], tl.float32)
     for peer in tl.static_range(world):
-        word = receive_words(mine + peer * source_bytes, inside, number, errors, peer, timeout)
+        word = receive_words(mine + peer * source_bytes, inside, number, table, peer, world)
         pieces = word[:, None] >> shifts[None, :]
         if bits == 32:
             total += pieces.to(tl.int32).to(tl.float32, bitcast=True)
@@ -52,7 +50,7 @@ def received(
     return total
 
 
-@triton.jit(do_not_specialize=["rank", "vectors", "timeout"])
+@triton.jit(do_not_specialize=["rank", "vectors"])
 def flagged_all_reduce(
     table: tl.tensor,
     sequence: tl.tensor,
@@ -60,7 +58,6 @@ def flagged_all_reduce(
     out: tl.tensor,
     rank: tl.tensor,
     vectors: tl.tensor,
-    timeout: tl.tensor,
     world: tl.constexpr,
     block: tl.constexpr,
     max_programs: tl.constexpr,
@@ -84,16 +81,14 @@ def flagged_all_reduce(
     start = program * block
     while start < words:
         at = start + tl.arange(0, block)
-        total = received(
-            table, rank, at, at < words, number, timeout, tensor, world, flagged_at, slot_bytes, source_bytes
-        )
+        total = received(table, rank, at, at < words, number, tensor, world, flagged_at, slot_bytes, source_bytes)
         elements = at[:, None] * values + tl.arange(0, values)[None, :]
         tl.store(out + elements, total.to(out.dtype.element_ty), mask=(at < words)[:, None])
         start += tl.num_programs(0) * block
     finish(sequence, program, number, max_programs)
 
 
-@triton.jit(do_not_specialize=["rank", "vectors", "timeout"])
+@triton.jit(do_not_specialize=["rank", "vectors"])
 def one_shot_all_reduce(
     table: tl.tensor,
     sequence: tl.tensor,
@@ -101,7 +96,6 @@ def one_shot_all_reduce(
     out: tl.tensor,
     rank: tl.tensor,
     vectors: tl.tensor,
-    timeout: tl.tensor,
     world: tl.constexpr,
     block: tl.constexpr,
     max_programs: tl.constexpr,
@@ -119,7 +113,7 @@ def one_shot_all_reduce(
         at = start + tl.arange(0, block)
         tl.store(mine + at, tl.load(tensor + at, mask=at < count, other=0.0), mask=at < count)
         start += tl.num_programs(0) * block
-    meet(table, rank, number, program, timeout, 0, world, max_programs)
+    meet(table, rank, number, program, 0, world, max_programs)
     start = program * block
     while start < count:
         at = start + tl.arange(0, block)
@@ -132,7 +126,7 @@ def one_shot_all_reduce(
     finish(sequence, program, number, max_programs)
 
 
-@triton.jit(do_not_specialize=["rank", "vectors", "timeout"])
+@triton.jit(do_not_specialize=["rank", "vectors"])
 def two_shot_all_reduce(
     table: tl.tensor,
     sequence: tl.tensor,
@@ -140,7 +134,6 @@ def two_shot_all_reduce(
     out: tl.tensor,
     rank: tl.tensor,
     vectors: tl.tensor,
-    timeout: tl.tensor,
     world: tl.constexpr,
     block: tl.constexpr,
     max_programs: tl.constexpr,
@@ -166,7 +159,7 @@ def two_shot_all_reduce(
             parts = slot_of(table, peer, slots_at + rank.to(tl.int64) * part_bytes, number, slot_bytes, tensor)
             tl.store(parts + start // world + lane, tl.load(tensor + at, mask=at < count, other=0.0), mask=at < count)
         start += step
-    meet(table, rank, number, program, timeout, 0, world, max_programs)
+    meet(table, rank, number, program, 0, world, max_programs)
     start = first
     while start < count:
         at = start + rank * block + lane
@@ -179,7 +172,7 @@ def two_shot_all_reduce(
             results = slot_of(table, peer, slots_at + results_at, number, slot_bytes, tensor)
             tl.store(results + at, rounded, mask=at < count)
         start += step
-    meet(table, rank, number, program, timeout, 1, world, max_programs)
+    meet(table, rank, number, program, 1, world, max_programs)
     results = slot_of(table, rank, slots_at + results_at, number, slot_bytes, tensor)
     start = first
     while start < count:
@@ -190,17 +183,16 @@ def two_shot_all_reduce(
     finish(sequence, program, number, max_programs)
 
 
-@triton.jit(do_not_specialize=["rank", "timeout"])
+@triton.jit(do_not_specialize=["rank"])
 def meet_all(
     table: tl.tensor,
     sequence: tl.tensor,
     rank: tl.tensor,
-    timeout: tl.tensor,
     world: tl.constexpr,
     max_programs: tl.constexpr,
 ) -> None:
     """One program that returns when every rank's has come, and moves nothing."""
     program = tl.program_id(0)
     number = next_number(sequence, program)
-    meet(table, rank, number, program, timeout, 0, world, max_programs)
+    meet(table, rank, number, program, 0, world, max_programs)
     finish(sequence, program, number, max_programs)

@@ -61,8 +61,10 @@ def candidates(nbytes: int, custom: CustomAllReduce) -> Iterator[Plan]:
         yield from (Plan("two_shot", programs) for programs in _distinct(-(-blocks // custom.world_size)))
 
 
-def microseconds(run: Callable[[], object], meet: Callable[[], None]) -> float:
-    """Of one call of ``run`` within a graph of many, at the median; ``meet`` lines the ranks up before each."""
+def microseconds(
+    run: Callable[[], object], meet: Callable[[], None], *, operations: int = OPERATIONS, replays: int = REPLAYS
+) -> float:
+    """Of one call of ``run`` within a graph of many, at the median; ``meet`` lines the ranks up before each replay."""
     run()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
@@ -70,14 +72,14 @@ def microseconds(run: Callable[[], object], meet: Callable[[], None]) -> float:
     with torch.cuda.stream(stream):
         graph.capture_begin(capture_error_mode="thread_local")
         try:
-            for _ in range(OPERATIONS):
+            for _ in range(operations):
                 run()
         finally:
             graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
     graph.replay()
     times: list[float] = []
-    for _ in range(REPLAYS):
+    for _ in range(replays):
         started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
         meet()
@@ -85,7 +87,7 @@ def microseconds(run: Callable[[], object], meet: Callable[[], None]) -> float:
         graph.replay()
         ended.record()
         ended.synchronize()
-        times.append(started.elapsed_time(ended) * 1000 / OPERATIONS)
+        times.append(started.elapsed_time(ended) * 1000 / operations)
     return statistics.median(times)
 
 

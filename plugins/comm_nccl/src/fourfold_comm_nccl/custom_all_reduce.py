@@ -41,11 +41,10 @@ class CustomAllReduce:
         """
         self.region = region
         self.rank, self.world_size = rank, len(addresses)
-        self._timeout = int(timeout * _NANOSECONDS)
         # Pinned: the device writes it, the host reads it without a call.
         self._errors = torch.zeros(1 + self.world_size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._failed = ctypes.c_int32.from_address(self._errors.data_ptr())
-        table = [*addresses, self._errors.data_ptr()]
+        table = [*addresses, self._errors.data_ptr(), int(timeout * _NANOSECONDS)]
         self._table = torch.tensor(table, dtype=torch.int64, device=device)
         self._sequence = torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device)
         flagged = {"flagged_at": region.flagged_at, "slot_bytes": region.flagged_slot_bytes}
@@ -73,7 +72,7 @@ class CustomAllReduce:
     def all_reduce(self, plan: Plan, tensor: torch.Tensor, out: torch.Tensor) -> None:
         """``out`` = the sum of all ranks' ``tensor``, which may be the same; contiguous, aligned to 16 bytes."""
         vectors = tensor.nbytes // VECTOR_BYTES
-        place = (self._table, self._sequence, tensor, out, self.rank, vectors, self._timeout)
+        place = (self._table, self._sequence, tensor, out, self.rank, vectors)
         if plan.algorithm == "flagged":
             grid = min(plan.programs, -(-2 * vectors // FLAGGED_BLOCK))
             self._launch(all_reduce_kernels.flagged_all_reduce, grid, place, self._flagged, block=FLAGGED_BLOCK)
@@ -112,7 +111,7 @@ class CustomAllReduce:
             self._launch(norm_kernels.add_norm, rows, (tensor, residual, weight, out, epsilon), constants)
             return
         tensors = (self._table, self._sequence, tensor, residual, weight, out)
-        place = (*tensors, self.rank, rows, epsilon, self._timeout)
+        place = (*tensors, self.rank, rows, epsilon)
         if plan.algorithm == "flagged":
             kernel, constants, unit = norm_kernels.flagged_add_norm, self._flagged, 8 // tensor.itemsize
         else:
@@ -122,7 +121,7 @@ class CustomAllReduce:
 
     def meet(self) -> None:
         """On the device: go on when all ranks are here."""
-        place = (self._table, self._sequence, self.rank, self._timeout)
+        place = (self._table, self._sequence, self.rank)
         self._launch(all_reduce_kernels.meet_all, 1, place, self._shared)
 
     def count_from(self, number: int) -> None:

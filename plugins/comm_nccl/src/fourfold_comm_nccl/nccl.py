@@ -40,7 +40,7 @@ def build(context: CommunicatorContext) -> NcclCommunicator:
         communicator = NcclCommunicator(_connect(context, "nccl"), _connect(context, "nccl upwards"), context)
     except RuntimeError as error:
         raise Unsupported(f"nccl cannot connect group {context.group}: {error}") from error
-    communicator.open_fast_path()
+    communicator.find_fast_path()
     return communicator
 
 
@@ -56,22 +56,23 @@ class NcclCommunicator(ProcessGroupCommunicator):
         # Sums are taken in an order that depends on sizes and topology, but every rank gets the same one.
         super().__init__(group, context, graph_safe=True, deterministic=True, scatters_sums=True)
         self._upwards: Any | None = upwards
-        self._fast: FastPath | None = None
+        self.fast_path: FastPath | None = None
+        """Our own sums; None: NCCL sums alone."""
         self._broken: EngineError | None = None
         self._peer_memories = 0
 
-    def open_fast_path(self) -> None:
+    def find_fast_path(self) -> None:
         """Use our own sums where all ranks can; every rank must call this once."""
-        self._fast = open_fast_path(self._context, super().all_reduce)
+        self.fast_path = open_fast_path(self._context, super().all_reduce)
 
     def all_reduce(self, tensor: torch.Tensor, *, channel: int = 0) -> torch.Tensor:
         """See Communicator; in place where ``tensor`` is contiguous."""
-        plan = None if self._fast is None or channel else self._fast.plan(tensor)
-        if plan is None or self._fast is None:
+        plan = None if self.fast_path is None or channel else self.fast_path.plan(tensor)
+        if plan is None or self.fast_path is None:
             return super().all_reduce(tensor, channel=channel)
         self._open()
         dense = _aligned(tensor)
-        self._fast.custom.all_reduce(plan, dense, dense)
+        self.fast_path.custom.all_reduce(plan, dense, dense)
         return dense
 
     def all_reduce_add_rms_norm(
@@ -81,18 +82,18 @@ class NcclCommunicator(ProcessGroupCommunicator):
 
         Raises Unsupported without our own sums, and for tensors that are not alike, contiguous and of whole vectors.
         """
-        if self._fast is None:
+        if self.fast_path is None:
             raise Unsupported("nccl has no fused all_reduce_add_rms_norm without the custom all-reduce")
         width = weight.shape[-1] * weight.itemsize
         alike = tensor.dtype == residual.dtype == weight.dtype and tensor.shape == residual.shape
         if not alike or not residual.is_contiguous() or width % _ALIGNMENT or residual.data_ptr() % _ALIGNMENT:
             raise Unsupported("all_reduce_add_rms_norm takes contiguous tensors of one dtype and rows of whole vectors")
         self._open()
-        plan = self._fast.plan(tensor)
+        plan = self.fast_path.plan(tensor)
         if plan is None or plan.algorithm == "two_shot":
             tensor, plan = self.all_reduce(tensor), None
         dense = _aligned(tensor)
-        self._fast.custom.all_reduce_add_rms_norm(plan, dense, residual, weight, out=dense, epsilon=epsilon)
+        self.fast_path.custom.all_reduce_add_rms_norm(plan, dense, residual, weight, out=dense, epsilon=epsilon)
         return dense, residual
 
     def isend(self, tensor: torch.Tensor, destination: int, *, channel: int = 0) -> WorkHandle:
@@ -121,7 +122,7 @@ class NcclCommunicator(ProcessGroupCommunicator):
         from fourfold_comm_nccl.peer_memory import MappedMemory, NcclPeerMemory
 
         self._open()
-        if self._fast is None:
+        if self.fast_path is None:
             raise Unsupported("the ranks' devices do not map each other's memory")
         if channel >= self.channels:
             raise Unsupported(f"there is no channel {channel}; nccl has {self.channels}")
@@ -131,7 +132,7 @@ class NcclCommunicator(ProcessGroupCommunicator):
     def close(self) -> None:
         """See Communicator."""
         upwards, self._upwards = self._upwards, None
-        fast, self._fast = self._fast, None
+        fast, self.fast_path = self.fast_path, None
         if fast is not None:
             fast.close()
         if upwards is not None:
@@ -141,8 +142,8 @@ class NcclCommunicator(ProcessGroupCommunicator):
     def _meet(self) -> None:
         """On the current stream."""
         self._open()
-        if self._fast is not None:
-            self._fast.custom.meet()
+        if self.fast_path is not None:
+            self.fast_path.custom.meet()
         else:
             super().all_reduce(torch.zeros(1, device=self._context.device))
 
@@ -167,8 +168,8 @@ class NcclCommunicator(ProcessGroupCommunicator):
         self._group = self._upwards = None
 
     def _open(self) -> Any:
-        if self._fast is not None and self._fast.custom.failed and self._broken is None:
-            missing = [self._context.ranks[rank] for rank in self._fast.custom.missing]
+        if self.fast_path is not None and self.fast_path.custom.failed and self._broken is None:
+            missing = [self._context.ranks[rank] for rank in self.fast_path.custom.missing]
             self._abandon()
             self._broken = RpcTimeout(f"all_reduce in group {self._context.group}", self._context.timeout, missing)
         if self._broken is not None:

@@ -35,7 +35,7 @@ def add_and_normalize(
     tl.store(out + at, (wide * tl.rsqrt(mean + epsilon) * scale).to(before.dtype), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rank", "rows", "timeout"])
+@triton.jit(do_not_specialize=["rank", "rows"])
 def flagged_add_norm(
     table: tl.tensor,
     sequence: tl.tensor,
@@ -46,7 +46,6 @@ def flagged_add_norm(
     rank: tl.tensor,
     rows: tl.tensor,
     epsilon: tl.tensor,
-    timeout: tl.tensor,
     world: tl.constexpr,
     width: tl.constexpr,
     block: tl.constexpr,
@@ -73,15 +72,13 @@ def flagged_add_norm(
     row = program
     while row < rows:
         words = row * (width // values) + place
-        total = received(
-            table, rank, words, inside, number, timeout, tensor, world, flagged_at, slot_bytes, source_bytes
-        )
+        total = received(table, rank, words, inside, number, tensor, world, flagged_at, slot_bytes, source_bytes)
         add_and_normalize(total, residual, weight, out, row, columns, columns < width, epsilon, width)
         row += tl.num_programs(0)
     finish(sequence, program, number, max_programs)
 
 
-@triton.jit(do_not_specialize=["rank", "rows", "timeout"])
+@triton.jit(do_not_specialize=["rank", "rows"])
 def one_shot_add_norm(
     table: tl.tensor,
     sequence: tl.tensor,
@@ -92,7 +89,6 @@ def one_shot_add_norm(
     rank: tl.tensor,
     rows: tl.tensor,
     epsilon: tl.tensor,
-    timeout: tl.tensor,
     world: tl.constexpr,
     width: tl.constexpr,
     block: tl.constexpr,
@@ -112,7 +108,7 @@ def one_shot_add_norm(
             mine + row * width + columns, tl.load(tensor + row * width + columns, mask=inside, other=0.0), mask=inside
         )
         row += tl.num_programs(0)
-    meet(table, rank, number, program, timeout, 0, world, max_programs)
+    meet(table, rank, number, program, 0, world, max_programs)
     row = program
     while row < rows:
         total = tl.zeros([block], tl.float32)

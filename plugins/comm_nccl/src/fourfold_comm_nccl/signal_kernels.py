@@ -139,14 +139,15 @@ def finish(sequence: tl.tensor, program: tl.tensor, number: tl.tensor, max_progr
 
 @triton.jit
 def signal_and_wait(
-    send: tl.tensor, wait: tl.tensor, number: tl.tensor, peer: tl.tensor, errors: tl.tensor, timeout: tl.tensor
+    send: tl.tensor, wait: tl.tensor, number: tl.tensor, peer: tl.tensor, table: tl.tensor, world: tl.constexpr
 ) -> None:
     """[world] addresses: tell every peer ``number``, then wait until every peer has told it."""
+    errors = tl.load(table + world)
     peer_error = errors + 4 + peer.to(tl.int64) * 4
     tl.inline_asm_elementwise(
         _MEET,
         "=r,l,l,r,r,l,l,l",
-        [send, wait, number, peer, errors, peer_error, timeout],
+        [send, wait, number, peer, errors, peer_error, tl.load(table + world + 1)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -159,15 +160,14 @@ def meet(
     rank: tl.tensor,
     number: tl.tensor,
     program: tl.tensor,
-    timeout: tl.tensor,
     phase: tl.constexpr,
     world: tl.constexpr,
     max_programs: tl.constexpr,
 ) -> None:
     """Return when this program of every rank is here; what they wrote before is visible then.
 
-    ``table`` holds the addresses of all ranks' regions, then that of the errors; ``phase`` tells meetings of one
-    operation apart.
+    ``table`` holds the addresses of all ranks' regions, that of the errors, and the time limit in nanoseconds;
+    ``phase`` tells meetings of one operation apart.
     """
     peer = tl.arange(0, world)
     row = (phase * max_programs + program) * world
@@ -175,7 +175,7 @@ def meet(
     wait = tl.load(table + rank) + (row + peer) * 4
     # One thread speaks for all: the barrier puts their stores before its release, and its acquire before their loads.
     tl.debug_barrier()
-    signal_and_wait(send, wait, number, peer, tl.load(table + world), timeout)
+    signal_and_wait(send, wait, number, peer, table, world)
     tl.debug_barrier()
 
 
@@ -192,15 +192,16 @@ def receive_words(
     address: tl.tensor,
     inside: tl.tensor,
     number: tl.tensor,
-    errors: tl.tensor,
+    table: tl.tensor,
     peer: tl.constexpr,
-    timeout: tl.tensor,
+    world: tl.constexpr,
 ) -> tl.tensor:
     """The 64-bit words at ``address``, once both halves of each carry ``number``."""
+    errors = tl.load(table + world)
     return tl.inline_asm_elementwise(
         _RECEIVE,
         "=l,l,r,r,l,l,l",
-        [address, inside.to(tl.int32), number, errors, errors + 4 + peer * 4, timeout],
+        [address, inside.to(tl.int32), number, errors, errors + 4 + peer * 4, tl.load(table + world + 1)],
         dtype=tl.int64,
         is_pure=False,
         pack=1,
