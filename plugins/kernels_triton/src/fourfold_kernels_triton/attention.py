@@ -17,7 +17,7 @@ from fourfold_kernels_triton.counters import Counters
 from fourfold_kernels_triton.kernels.cache_write import write_cache
 from fourfold_kernels_triton.kernels.decode import attend_decodes
 from fourfold_kernels_triton.kernels.prefill import attend_prompts
-from fourfold_kernels_triton.launch import launch
+from fourfold_kernels_triton.launch import launch, starts_early
 from fourfold_kernels_triton.tiles import decode_tile, multiprocessors, prefill_tile, split_context
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class TritonAttention:
             [sum(groups[:index]) for index in range(len(groups) + 1)], dtype=torch.int32, device=context.device
         )
         self._counters = Counters(context.device)
+        self._early = starts_early(context.device)
         self._multiprocessors = multiprocessors(context.device)
         self._query_weight, self._key_weight = self._first_head, self._first_head  # not read without norms
         self._epsilon = self._weight_offset = 0.0
@@ -227,6 +228,7 @@ class TritonAttention:
             BLOCK_SIZE=step.kv_cache.shape[3],
             TILE=tile.tokens,
             SPLIT=split.most > 1,
+            EARLY=self._early,
             num_warps=tile.warps,
             num_stages=tile.stages,
             **self._heads,

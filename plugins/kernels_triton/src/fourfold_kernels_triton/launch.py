@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
+
+import torch
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -10,8 +13,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
     ``options`` are the kernel's constexpr parameters and Triton's own (``num_warps``, ``num_stages``). A product and a
     sum may become one fused operation unless ``enable_fp_fusion=False``: Triton's default differs between versions.
+    With ``EARLY=True`` programs start while the kernel before still runs, and wait for it themselves.
     """
     if 0 in grid:
         return
     options.setdefault("enable_fp_fusion", True)
+    if options.get("EARLY"):
+        options["launch_pdl"] = True
     kernel[grid](*args, **options)
+
+
+@functools.cache
+def starts_early(device: torch.device) -> bool:
+    """Whether the device has programmatic dependent launches, the ``EARLY`` of a kernel (from sm_90 on)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -11,7 +11,7 @@ from fourfold_kernels_triton.counters import Counters
 from fourfold_kernels_triton.kernels.activations import gated_rows, soft_cap_rows
 from fourfold_kernels_triton.kernels.norms import add_rms_norm_rows, head_rms_norm_rows, rms_norm_rows
 from fourfold_kernels_triton.kernels.sampling import argmax_rows, gumbel_argmax_rows, log_normalizer_rows
-from fourfold_kernels_triton.launch import launch
+from fourfold_kernels_triton.launch import launch, starts_early
 
 if TYPE_CHECKING:
     from fourfold.entries import ComputeContext
@@ -31,6 +31,7 @@ class TritonOperators:
     def __init__(self, context: ComputeContext) -> None:
         self.dtype = context.dtype
         self._device = context.device
+        self._early = starts_early(context.device)
         self._counters = Counters(context.device)
         self._factors: dict[tuple[float, torch.dtype], float] = {}
 
@@ -52,6 +53,7 @@ class TritonOperators:
             weight_offset,
             WIDTH=width,
             BLOCK=_power_of_two(width),
+            EARLY=self._early,
             num_warps=_warps(width),
         )
         return out
@@ -79,6 +81,7 @@ class TritonOperators:
             weight_offset,
             WIDTH=width,
             BLOCK=_power_of_two(width),
+            EARLY=self._early,
             num_warps=_warps(width),
         )
         return x, residual
@@ -127,6 +130,7 @@ class TritonOperators:
             WIDTH=width,
             ACTIVATION=activation,
             BLOCK=_COLUMNS,
+            EARLY=self._early,
         )
         return out
 
@@ -193,6 +197,7 @@ class TritonOperators:
             width,
             BLOCK=_VOCABULARY_COLUMNS,
             BLOCKS=_power_of_two(blocks),
+            EARLY=self._early,
             **options,
         )
 

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fourfold.entries import AttentionBackendEntry, OperatorsEntry, Suitability
+from fourfold.entries import AttentionBackendEntry, LinearMethodEntry, OperatorsEntry, Suitability
 from fourfold.markers import hookimpl
 from fourfold_kernels_triton import gpu_support
 
 if TYPE_CHECKING:
     from fourfold.config.engine_config import EngineConfig
     from fourfold.contracts.attention_backend import AttentionBackend
+    from fourfold.contracts.linear_method import LinearMethod
     from fourfold.contracts.operators import Operators
     from fourfold.entries import AttentionContext, ComputeContext
 
 FOURFOLD_CONTRACT = ">=1.0,<2"
+
+
+@hookimpl
+def fourfold_linear_methods() -> list[LinearMethodEntry]:
+    """Offer ``triton``."""
+    return [
+        LinearMethodEntry(
+            name="triton",
+            build=_build_linear,
+            summary="torch.nn.functional, but a kernel of its own for one row",
+            suits=_suits,
+        )
+    ]
 
 
 @hookimpl
@@ -41,6 +55,12 @@ def fourfold_operators() -> list[OperatorsEntry]:
             suits=_suits,
         )
     ]
+
+
+def _build_linear(context: ComputeContext) -> LinearMethod:
+    from fourfold_kernels_triton.linear import TritonLinearMethod
+
+    return TritonLinearMethod(context)
 
 
 def _build_attention(context: AttentionContext) -> AttentionBackend:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fourfold_kernels_triton.kernels.ordering import wait_for_predecessor
+
 
 @triton.jit
 def tanh(x):
@@ -30,12 +32,21 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def gated_rows(gate_up_ptr, out_ptr, row_stride, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def gated_rows(
+    gate_up_ptr,
+    out_ptr,
+    row_stride,
+    WIDTH: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """out[row] = act(first WIDTH of the row) * the rest; grid: rows, blocks of columns."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < WIDTH
     at = gate_up_ptr + row * row_stride + columns
+    wait_for_predecessor(EARLY)
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
     out = activate(gate, ACTIVATION) * up

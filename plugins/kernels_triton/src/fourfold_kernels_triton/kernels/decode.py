@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fourfold_kernels_triton.kernels.arrival import last_to_arrive
 from fourfold_kernels_triton.kernels.heads import load_heads
+from fourfold_kernels_triton.kernels.ordering import last_to_arrive, wait_for_predecessor
 from fourfold_kernels_triton.kernels.scores import cached_rows, scaled
 
 
@@ -85,12 +85,14 @@ def attend_decodes(
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Grid: kv heads, sequences, splits. Sequences with another number of new tokens than one are left alone.
 
     GROUP is the most query heads of a kv head, a power of two; ROWS is that or what a matrix product needs. The new
     token's key and value come from the fused row, not from the cache: the program of the last split writes them there.
     """
+    wait_for_predecessor(EARLY)
     kv_head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = tl.load(query_start_ptr + sequence)
     if tl.load(query_start_ptr + sequence + 1) - token != 1:

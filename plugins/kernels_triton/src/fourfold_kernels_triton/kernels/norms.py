@@ -5,17 +5,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fourfold_kernels_triton.kernels.ordering import wait_for_predecessor
+
 
 @triton.jit
 def rms_norm_rows(
-    x_ptr, weight_ptr, out_ptr, x_stride, epsilon, weight_offset, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    x_stride,
+    epsilon,
+    weight_offset,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """out[row] = x[row] / rms(x[row]) * (weight + weight_offset); rows of ``out`` are dense."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < WIDTH
-    x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32) + weight_offset
+    wait_for_predecessor(EARLY)
+    x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + epsilon) * weight
     tl.store(out_ptr + row * WIDTH + columns, normed.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -31,6 +42,7 @@ def add_rms_norm_rows(
     weight_offset,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """residual[row] += x[row], rounded; then x[row] = the rms norm of that. Both in place."""
     row = tl.program_id(0).to(tl.int64)
@@ -39,6 +51,7 @@ def add_rms_norm_rows(
     x_at = x_ptr + row * x_stride + columns
     residual_at = residual_ptr + row * residual_stride + columns
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32) + weight_offset
+    wait_for_predecessor(EARLY)
     x = tl.load(x_at, mask=mask, other=0.0).to(tl.float32)
     rounded = (x + tl.load(residual_at, mask=mask, other=0.0).to(tl.float32)).to(residual_ptr.dtype.element_ty)
     tl.store(residual_at, rounded, mask=mask)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fourfold_kernels_triton.kernels.arrival import last_to_arrive
+from fourfold_kernels_triton.kernels.ordering import last_to_arrive, wait_for_predecessor
 
 
 @triton.jit
@@ -49,10 +49,12 @@ def argmax_rows(
     width,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The first of the largest logits of each row, int64."""
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_predecessor(EARLY)
     logits = tl.load(logits_ptr + row * row_stride + columns, mask=columns < width, other=float("-inf"))
     combine_best(logits, columns, width, row, best_ptr, at_ptr, counter_ptr, out_ptr, BLOCKS)
 
@@ -71,6 +73,7 @@ def gumbel_argmax_rows(
     width,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The argmax of logits * inverse temperature + Gumbel noise; without noise where that is 0.
 
@@ -80,6 +83,7 @@ def gumbel_argmax_rows(
     row = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK
     columns = first + tl.arange(0, BLOCK)
+    wait_for_predecessor(EARLY)
     scores = tl.load(logits_ptr + row * row_stride + columns, mask=columns < width, other=float("-inf"))
     inverse_temperature = tl.load(inverse_temperature_ptr + row)
     if inverse_temperature > 0:
@@ -105,11 +109,13 @@ def log_normalizer_rows(
     width,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """log(sum(exp(logits))) of each row, fp32."""
     row = tl.program_id(1).to(tl.int64)
     blocks = tl.num_programs(0)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_predecessor(EARLY)
     logits = tl.load(logits_ptr + row * row_stride + columns, mask=columns < width, other=float("-inf"))
     top = tl.max(logits, axis=0)
     # A block of nothing but -inf has no sum; -inf - -inf would be NaN.

@@ -1,9 +1,18 @@
-"""The device function by which the programs of one launch find their last one."""
+"""Device functions about who runs when: after the launch before, and last among the programs of one launch."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def wait_for_predecessor(EARLY: tl.constexpr):
+    """Before this, a kernel that was launched early reads what no other kernel writes; after it, the next may start."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
