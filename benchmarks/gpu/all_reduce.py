@@ -1,4 +1,4 @@
-"""All-reduce between CUDA devices, in device graphs: our own sums against NCCL's, and the fused norm against two launches.
+"""All-reduce between CUDA devices, in device graphs: our own sums against NCCL's, a fused norm against two launches.
 
 Prints the median microseconds of each size, what the size table chose, and ratios. Aims on two devices: 2.0x at 16 KB,
 1.8x at 256 KB, 1.3x at 8 MB, and at no size more than 5% slower than NCCL.
