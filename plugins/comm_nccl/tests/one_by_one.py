@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import torch
 import triton
-import triton.language as tl
 
-from fourfold_comm_nccl import all_reduce_kernels, norm_kernels, signal_kernels
+from fourfold_comm_nccl import signal_kernels
 from fourfold_comm_nccl.custom_all_reduce import CustomAllReduce
 from fourfold_comm_nccl.region import Region
 from fourfold_comm_nccl.size_table import Plan
@@ -28,25 +27,12 @@ def nobody_waits(send, wait, number, peer, table, world):
     pass
 
 
-@triton.jit
-def store_words(address, word, inside, number):
-    tl.store(address.to(tl.pointer_type(tl.int64)), word, mask=inside)
-
-
-@triton.jit
-def load_words(address, inside, number, table, peer, world):
-    return tl.load(address.to(tl.pointer_type(tl.int64)), mask=inside, other=0)
-
-
 signal_kernels.signal_and_wait = nobody_waits
-for module in (all_reduce_kernels, norm_kernels):
-    module.send_words = store_words
-all_reduce_kernels.receive_words = load_words
 
 
 class Ranks:
     def __init__(self, world: int) -> None:
-        region = Region(world_size=world, max_bytes=96 << 10, max_flagged_bytes=16 << 10)
+        region = Region(world_size=world, max_bytes=96 << 10)
         self.memory = [torch.zeros(region.nbytes, dtype=torch.uint8) for _ in range(world)]
         addresses = [one.data_ptr() for one in self.memory]
         cpu = torch.device("cpu")
@@ -64,9 +50,6 @@ class Ranks:
 def check_sums(world: int, dtype: torch.dtype) -> None:
     ranks = Ranks(world)
     for algorithm, nbytes in (
-        ("flagged", 16),
-        ("flagged", 4112),
-        ("flagged", 16384),
         ("one_shot", 48),
         ("one_shot", 40_016),
         ("two_shot", 48),
@@ -87,7 +70,7 @@ def check_sums(world: int, dtype: torch.dtype) -> None:
 
 def check_norms(world: int, dtype: torch.dtype) -> None:
     ranks = Ranks(world)
-    for algorithm, rows, width in (("flagged", 1, 64), ("flagged", 5, 72), ("one_shot", 7, 576), (None, 4, 576)):
+    for algorithm, rows, width in (("one_shot", 1, 64), ("one_shot", 5, 72), ("one_shot", 7, 576), (None, 4, 576)):
         parts = [numbers(rows, width, dtype=dtype) for _ in range(world)]
         total = parts[0].float()
         for part in parts[1:]:

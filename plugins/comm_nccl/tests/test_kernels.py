@@ -18,20 +18,14 @@ from triton.compiler import ASTSource
 from fourfold_comm_nccl import all_reduce_kernels, norm_kernels
 from fourfold_comm_nccl.region import MAX_PROGRAMS, Region
 
-PLAIN = ("slots_at", "slot_bytes")
-FLAGGED = ("flagged_at", "slot_bytes", "source_bytes")
-
 
 def ptx(kernel: Any, world: int, dtype: str, **constants: int) -> str:
     region = Region(world_size=world)
-    flagged = kernel.__name__.startswith("flagged")
     known = {
         "world": world,
         "max_programs": MAX_PROGRAMS,
         "slots_at": region.slots_at,
-        "flagged_at": region.flagged_at,
-        "slot_bytes": region.flagged_slot_bytes if flagged else region.slot_bytes,
-        "source_bytes": region.flagged_source_bytes,
+        "slot_bytes": region.slot_bytes,
         "part_bytes": region.part_bytes,
         "results_at": region.results_at,
         **constants,
@@ -78,15 +72,6 @@ def test_plain_data_moves_in_whole_vectors(kernel: Any, dtype: str, world: int) 
     assert sum(".v4." in one for one in loads) >= world + 1
     assert len(narrow) < 24 + 2 * world
     assert ".local" not in text
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_flagged_words_are_stored_whole(dtype: str) -> None:
-    for kernel in (all_reduce_kernels.flagged_all_reduce, norm_kernels.flagged_add_norm):
-        text = ptx(kernel, 2, dtype, block=256, width=512 * (2 if dtype == "bf16" else 1))
-        assert text.count("st.volatile.global.v4.u32") == 2
-        assert text.count("ld.volatile.global.v4.u32") == 2
-        assert ".local" not in text
 
 
 def test_signals_are_ordered_for_the_whole_host() -> None:

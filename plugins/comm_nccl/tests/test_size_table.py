@@ -6,21 +6,21 @@ from pathlib import Path
 import pytest
 
 from fourfold.errors import EngineError
-from fourfold_comm_nccl.region import MAX_STRIPE_BYTES, Region
+from fourfold_comm_nccl.region import MAX_PROGRAMS, MAX_STRIPE_BYTES, Region
 from fourfold_comm_nccl.size_table import Plan, SizeTable
 from fourfold_comm_nccl.table_cache import TableCache
 
 TABLE = SizeTable(
     sizes=(8192, 65536, 1 << 20, 4 << 20),
-    plans=(Plan("flagged", 128), Plan("one_shot", 32), Plan("one_shot", 32), None),
+    plans=(Plan("two_shot", 128), Plan("one_shot", 32), Plan("one_shot", 32), None),
 )
 
 
 @pytest.mark.parametrize(
     ("nbytes", "plan"),
     [
-        (16, Plan("flagged", 128)),
-        (8192, Plan("flagged", 128)),
+        (16, Plan("two_shot", 128)),
+        (8192, Plan("two_shot", 128)),
         (8208, Plan("one_shot", 32)),
         (2 << 20, None),
         (1 << 30, None),
@@ -33,12 +33,12 @@ def test_a_plan_holds_up_to_its_size(nbytes: int, plan: Plan | None) -> None:
 def test_it_travels_as_text() -> None:
     assert SizeTable.decode(TABLE.encode()) == TABLE
     assert str(TABLE) == (
-        "up to 8 KB flagged on 128; up to 1024 KB one_shot on 32; up to 4096 KB library; above: library"
+        "up to 8 KB two_shot on 128; up to 1024 KB one_shot on 32; up to 4096 KB library; above: library"
     )
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}x", "[1]", '[[1, ["warp", 2]]]', "[[2, null], [1, null]]", '[[1, ["flagged"]]]']
+    "text", ["", "{}x", "[1]", '[[1, ["warp", 2]]]', "[[2, null], [1, null]]", '[[1, ["two_shot"]]]']
 )
 def test_other_text_is_refused(text: str) -> None:
     with pytest.raises(EngineError, match="is no table of sizes"):
@@ -67,11 +67,7 @@ def test_a_damaged_table_is_measured_anew(
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_the_areas_of_a_region_do_not_overlap(world: int) -> None:
     region = Region(world_size=world)
-    areas = [(0, region.flagged_at)]
-    for slot in range(2):
-        for source in range(world):
-            start = region.flagged_at + slot * region.flagged_slot_bytes + source * region.flagged_source_bytes
-            areas.append((start, start + 2 * region.max_flagged_bytes))
+    areas = [(0, 2 * MAX_PROGRAMS * world * 4)]
     for slot in range(2):
         start = region.slots_at + slot * region.slot_bytes
         for source in range(world):

@@ -40,10 +40,8 @@ class VirtualRanks:
             tensor = torch.zeros(4, width, dtype=dtype, device=DEVICE)
             for algorithm in ALGORITHMS:
                 alone.all_reduce(self.plan(algorithm), tensor, tensor)
-                if algorithm != "two_shot":
-                    alone.all_reduce_add_rms_norm(
-                        self.plan(algorithm), tensor, tensor.clone(), tensor[0].clone(), out=tensor, epsilon=1e-5
-                    )
+            rest = (tensor.clone(), tensor[0].clone())
+            alone.all_reduce_add_rms_norm(self.plan("one_shot"), tensor, *rest, out=tensor, epsilon=1e-5)
         alone.meet()
         torch.cuda.synchronize()
 

@@ -1,8 +1,8 @@
 """Sums over the ranks, one kernel each; on every rank in rank order and in fp32, so that all get the same bits.
 
 ``table``: the addresses of all ranks' regions (``region.Region``), of the errors, and a time limit. Tensors are
-multiples of 16 bytes. ``out`` may be ``tensor``: a program reads and writes the same elements. After the one-shot and two-shot
-kernels of vLLM and PyTorch and NCCL's LL protocol, with the input copied by the kernel itself and one meeting less.
+multiples of 16 bytes. ``out`` may be ``tensor``: a program reads and writes the same elements. After the one-shot and
+two-shot kernels of vLLM and PyTorch, with the input copied by the kernel itself and one meeting less.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fourfold_comm_nccl.signal_kernels import finish, meet, next_number, receive_words, send_words
+from fourfold_comm_nccl.signal_kernels import finish, meet, next_number
 
 
 @triton.jit
@@ -20,72 +20,6 @@ def slot_of(
     """A pointer, of the type of ``like``, to ``offset`` bytes into a rank's region, or as far into the other slot."""
     address = tl.load(table + peer) + offset + (number & 1).to(tl.int64) * slot_bytes
     return tl.multiple_of(address.to(like.dtype), 16)
-
-
-@triton.jit
-def received(
-    table: tl.tensor,
-    rank: tl.tensor,
-    words: tl.tensor,
-    inside: tl.tensor,
-    number: tl.tensor,
-    like: tl.tensor,
-    world: tl.constexpr,
-    flagged_at: tl.constexpr,
-    slot_bytes: tl.constexpr,
-    source_bytes: tl.constexpr,
-) -> tl.tensor:
-    """fp32 [words, values in a word]: the sums of what all ranks sent as words ``words``."""
-    bits: tl.constexpr = like.dtype.element_ty.primitive_bitwidth
-    mine = tl.load(table + rank) + flagged_at + (number & 1).to(tl.int64) * slot_bytes + words.to(tl.int64) * 16
-    shifts = (tl.arange(0, 64 // bits) * bits).to(tl.int64)
-    total = tl.zeros([words.shape[0], 64 // bits], tl.float32)
-    for peer in tl.static_range(world):
-        word = receive_words(mine + peer * source_bytes, inside, number, table, peer, world)
-        pieces = word[:, None] >> shifts[None, :]
-        if bits == 32:
-            total += pieces.to(tl.int32).to(tl.float32, bitcast=True)
-        else:
-            total += pieces.to(tl.int16).to(like.dtype.element_ty, bitcast=True).to(tl.float32)
-    return total
-
-
-@triton.jit(do_not_specialize=["rank", "vectors"])
-def flagged_all_reduce(
-    table: tl.tensor,
-    sequence: tl.tensor,
-    tensor: tl.tensor,
-    out: tl.tensor,
-    rank: tl.tensor,
-    vectors: tl.tensor,
-    world: tl.constexpr,
-    block: tl.constexpr,
-    max_programs: tl.constexpr,
-    flagged_at: tl.constexpr,
-    slot_bytes: tl.constexpr,
-    source_bytes: tl.constexpr,
-) -> None:
-    """``vectors`` of 16 bytes, pushed to all ranks as words that carry their own flag: nobody meets, nobody fences."""
-    program = tl.program_id(0)
-    number = next_number(sequence, program)
-    values: tl.constexpr = 64 // tensor.dtype.element_ty.primitive_bitwidth
-    area = flagged_at + (number & 1).to(tl.int64) * slot_bytes + rank.to(tl.int64) * source_bytes
-    words = vectors * 2
-    start = program * block
-    while start < words:
-        at = start + tl.arange(0, block)
-        word = tl.load(tensor.to(tl.pointer_type(tl.int64), bitcast=True) + at, mask=at < words, other=0)
-        for peer in tl.static_range(world):
-            send_words(tl.load(table + peer) + area + at.to(tl.int64) * 16, word, at < words, number)
-        start += tl.num_programs(0) * block
-    start = program * block
-    while start < words:
-        at = start + tl.arange(0, block)
-        total = received(table, rank, at, at < words, number, tensor, world, flagged_at, slot_bytes, source_bytes)
-        elements = at[:, None] * values + tl.arange(0, values)[None, :]
-        tl.store(out + elements, total.to(out.dtype.element_ty), mask=(at < words)[:, None])
-        start += tl.num_programs(0) * block
-    finish(sequence, program, number, max_programs)
 
 
 @triton.jit(do_not_specialize=["rank", "vectors"])

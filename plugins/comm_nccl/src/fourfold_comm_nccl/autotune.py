@@ -53,8 +53,6 @@ def ladder(largest: int) -> Iterator[int]:
 
 def candidates(nbytes: int, custom: CustomAllReduce) -> Iterator[Plan]:
     """What may sum ``nbytes``; of launches that would be alike, one."""
-    if nbytes <= custom.region.max_flagged_bytes:
-        yield Plan("flagged", PROGRAMS[-1])
     blocks = -(-nbytes // BLOCK_BYTES)
     yield from (Plan("one_shot", programs) for programs in _distinct(blocks))
     if nbytes >= TWO_SHOT_FROM:

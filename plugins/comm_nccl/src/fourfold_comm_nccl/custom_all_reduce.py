@@ -22,8 +22,6 @@ VECTOR_BYTES: Final = 16
 WARPS: Final = 8
 BLOCK_BYTES: Final = 8 << 10
 """What a program moves at a time: two vectors a thread, so that enough is in the air on 128 programs."""
-FLAGGED_BLOCK: Final = 32 * WARPS
-"""Words of 8 bytes: one a thread, since a thread waits for one after the other."""
 NORM_WARPS: Final = 16
 DTYPES: Final = frozenset({torch.bfloat16, torch.float16, torch.float32})
 _NANOSECONDS: Final = 1_000_000_000
@@ -47,11 +45,8 @@ class CustomAllReduce:
         table = [*addresses, self._errors.data_ptr(), int(timeout * _NANOSECONDS)]
         self._table = torch.tensor(table, dtype=torch.int64, device=device)
         self._sequence = torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device)
-        flagged = {"flagged_at": region.flagged_at, "slot_bytes": region.flagged_slot_bytes}
-        plain = {"slots_at": region.slots_at, "slot_bytes": region.slot_bytes}
         self._shared = {"world": self.world_size, "max_programs": MAX_PROGRAMS}
-        self._flagged = {**self._shared, **flagged, "source_bytes": region.flagged_source_bytes}
-        self._one_shot = {**self._shared, **plain}
+        self._one_shot = {**self._shared, "slots_at": region.slots_at, "slot_bytes": region.slot_bytes}
         self._two_shot = {**self._one_shot, "part_bytes": region.part_bytes, "results_at": region.results_at}
 
     @property
@@ -64,19 +59,14 @@ class CustomAllReduce:
         """The ranks that a launch waited for in vain."""
         return [rank for rank in range(self.world_size) if int(self._errors[1 + rank])]
 
-    def takes(self, dtype: torch.dtype, nbytes: int, plan: Plan) -> bool:
-        """Whether a tensor of this size may be summed by ``plan``. The same on all ranks."""
-        limit = self.region.max_flagged_bytes if plan.algorithm == "flagged" else self.region.max_bytes
-        return dtype in DTYPES and 0 < nbytes <= limit and nbytes % VECTOR_BYTES == 0
+    def takes(self, dtype: torch.dtype, nbytes: int) -> bool:
+        """Whether a tensor of this size may be summed. The same on all ranks."""
+        return dtype in DTYPES and 0 < nbytes <= self.region.max_bytes and nbytes % VECTOR_BYTES == 0
 
     def all_reduce(self, plan: Plan, tensor: torch.Tensor, out: torch.Tensor) -> None:
         """``out`` = the sum of all ranks' ``tensor``, which may be the same; contiguous, aligned to 16 bytes."""
         vectors = tensor.nbytes // VECTOR_BYTES
         place = (self._table, self._sequence, tensor, out, self.rank, vectors)
-        if plan.algorithm == "flagged":
-            grid = min(plan.programs, -(-2 * vectors // FLAGGED_BLOCK))
-            self._launch(all_reduce_kernels.flagged_all_reduce, grid, place, self._flagged, block=FLAGGED_BLOCK)
-            return
         block = BLOCK_BYTES // tensor.itemsize
         blocks = -(-tensor.numel() // block)
         if plan.algorithm == "one_shot":
@@ -112,17 +102,17 @@ class CustomAllReduce:
             return
         tensors = (self._table, self._sequence, tensor, residual, weight, out)
         place = (*tensors, self.rank, rows, epsilon)
-        if plan.algorithm == "flagged":
-            kernel, constants, unit = norm_kernels.flagged_add_norm, self._flagged, 8 // tensor.itemsize
-        else:
-            kernel, constants, unit = norm_kernels.one_shot_add_norm, self._one_shot, 1
-        block = triton.next_power_of_2(width // unit)
+        kernel, constants, block = norm_kernels.one_shot_add_norm, self._one_shot, triton.next_power_of_2(width)
         self._launch(kernel, min(plan.programs, rows), place, constants, width=width, block=block, num_warps=NORM_WARPS)
 
     def meet(self) -> None:
         """On the device: go on when all ranks are here."""
         place = (self._table, self._sequence, self.rank)
         self._launch(all_reduce_kernels.meet_all, 1, place, self._shared)
+
+    def wait_at_most(self, seconds: float) -> None:
+        """What launches from now on wait for their peers, recorded ones too."""
+        self._table[-1] = int(seconds * _NANOSECONDS)
 
     def count_from(self, number: int) -> None:
         """Number operations from ``number`` (32 bits, signed) on; the same on all ranks, while nothing runs."""

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+PREPARE_SECONDS: Final = 50.0
+"""For each step: a rank may be late because it compiles the kernels."""
 TEST_PROGRAMS: Final = 32
 TEST_BYTES: Final = (16, 1_040, 65_552, 262_144, 3_000_016)
 """A vector, an odd number of vectors, and more than the programs take at a time."""
@@ -39,7 +41,7 @@ class FastPath:
         """How to sum ``tensor``; None: the library does it. Depends on its dtype and size alone."""
         nbytes = tensor.numel() * tensor.itemsize
         plan = self.table.plan(nbytes)
-        return plan if plan is not None and self.custom.takes(tensor.dtype, nbytes, plan) else None
+        return plan if self.custom.takes(tensor.dtype, nbytes) else None
 
     def close(self) -> None:
         """Unmap; idempotent."""
@@ -61,12 +63,14 @@ def open_fast_path(context: CommunicatorContext, library: Callable[[torch.Tensor
     from fourfold_comm_nccl.custom_all_reduce import CustomAllReduce
 
     custom = CustomAllReduce(
-        memory.addresses(), region, rank=context.rank, device=context.device, timeout=context.timeout
+        memory.addresses(), region, rank=context.rank, device=context.device, timeout=PREPARE_SECONDS
     )
     if not attempt.agree("test", try_sums(custom, context.device)):
         memory.close()
         return None
-    return FastPath(memory, custom, _common_table(attempt, custom, library))
+    table = _common_table(attempt, custom, library)
+    custom.wait_at_most(context.timeout)
+    return FastPath(memory, custom, table)
 
 
 def try_sums(custom: CustomAllReduce, device: torch.device) -> str:
@@ -79,8 +83,6 @@ def try_sums(custom: CustomAllReduce, device: torch.device) -> str:
     for algorithm in ALGORITHMS:
         plan = Plan(algorithm, TEST_PROGRAMS)
         for nbytes in TEST_BYTES:
-            if not custom.takes(torch.bfloat16, nbytes, plan):
-                continue
             parts = [pattern(one, nbytes // 2, torch.bfloat16, world, device) for one in range(world)]
             total = torch.stack(parts).sum(0).to(torch.bfloat16)
             custom.all_reduce(plan, parts[rank], parts[rank])
@@ -105,7 +107,7 @@ class _Attempt:
             value.encode(),
             rank=context.rank,
             ranks=context.ranks,
-            timeout=context.timeout,
+            timeout=max(context.timeout, PREPARE_SECONDS),
             what=f"preparing the custom all-reduce of group {context.group}",
         )
         return [answer.decode() for answer in answers]
@@ -131,7 +133,7 @@ def _unsuitable(context: CommunicatorContext) -> str:
 
 def _map(context: CommunicatorContext, region: Region) -> tuple[MappedMemory | None, str]:
     try:
-        return MappedMemory(context, region.nbytes, "custom all-reduce memory"), ""
+        return MappedMemory(context, region.nbytes, "peer memory 0"), ""
     except (Unsupported, EngineError) as error:
         return None, str(error)
 

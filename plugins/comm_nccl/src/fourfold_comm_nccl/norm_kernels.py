@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fourfold_comm_nccl.all_reduce_kernels import received, slot_of
-from fourfold_comm_nccl.signal_kernels import finish, meet, next_number, send_words
+from fourfold_comm_nccl.all_reduce_kernels import slot_of
+from fourfold_comm_nccl.signal_kernels import finish, meet, next_number
 
 
 @triton.jit
@@ -24,58 +24,15 @@ def add_and_normalize(
     epsilon: tl.tensor,
     width: tl.constexpr,
 ) -> None:
-    """residual[row] += total; out[row] = rms norm of that, times weight. ``columns`` has any shape."""
+    """residual[row] += total; out[row] = rms norm of that, times weight."""
     at = row.to(tl.int64) * width + columns
     before = tl.load(residual + at, mask=inside, other=0.0)
     after = (before.to(tl.float32) + total.to(before.dtype).to(tl.float32)).to(before.dtype)
     tl.store(residual + at, after, mask=inside)
     wide = after.to(tl.float32)
-    mean = tl.sum(tl.ravel(wide * wide), axis=0) / width
+    mean = tl.sum(wide * wide, axis=0) / width
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at, (wide * tl.rsqrt(mean + epsilon) * scale).to(before.dtype), mask=inside)
-
-
-@triton.jit(do_not_specialize=["rank", "rows"])
-def flagged_add_norm(
-    table: tl.tensor,
-    sequence: tl.tensor,
-    tensor: tl.tensor,
-    residual: tl.tensor,
-    weight: tl.tensor,
-    out: tl.tensor,
-    rank: tl.tensor,
-    rows: tl.tensor,
-    epsilon: tl.tensor,
-    world: tl.constexpr,
-    width: tl.constexpr,
-    block: tl.constexpr,
-    max_programs: tl.constexpr,
-    flagged_at: tl.constexpr,
-    slot_bytes: tl.constexpr,
-    source_bytes: tl.constexpr,
-) -> None:
-    """As ``flagged_all_reduce``; ``block`` words hold a row."""
-    program = tl.program_id(0)
-    number = next_number(sequence, program)
-    values: tl.constexpr = 64 // tensor.dtype.element_ty.primitive_bitwidth
-    area = flagged_at + (number & 1).to(tl.int64) * slot_bytes + rank.to(tl.int64) * source_bytes
-    place = tl.arange(0, block)
-    inside = place < width // values
-    row = program
-    while row < rows:
-        words = row * (width // values) + place
-        word = tl.load(tensor.to(tl.pointer_type(tl.int64), bitcast=True) + words, mask=inside, other=0)
-        for peer in tl.static_range(world):
-            send_words(tl.load(table + peer) + area + words.to(tl.int64) * 16, word, inside, number)
-        row += tl.num_programs(0)
-    columns = place[:, None] * values + tl.arange(0, values)[None, :]
-    row = program
-    while row < rows:
-        words = row * (width // values) + place
-        total = received(table, rank, words, inside, number, tensor, world, flagged_at, slot_bytes, source_bytes)
-        add_and_normalize(total, residual, weight, out, row, columns, columns < width, epsilon, width)
-        row += tl.num_programs(0)
-    finish(sequence, program, number, max_programs)
 
 
 @triton.jit(do_not_specialize=["rank", "rows"])

@@ -12,9 +12,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed import _symmetric_memory
 
-from fourfold.distributed.store import exchange
+from fourfold.distributed.store import exchange, scoped
 from fourfold.errors import EngineError, Unsupported
 
 if TYPE_CHECKING:
@@ -32,9 +34,13 @@ class MappedMemory:
         # Multicast objects are a risk to a shared host, and nothing here uses them.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         rank, world = context.rank, len(context.ranks)
-        group = self._meet(context, name, f"{uuid.uuid4()}" if rank == 0 else "")[0]
+        group: Any = self._meet(context, name, f"{uuid.uuid4()}" if rank == 0 else "")[0]
         place: Any = _symmetric_memory._SymmetricMemory  # type: ignore[attr-defined]
+        self._name = group
         try:
+            # Looked up by name, and only for its store: a group of no backend.
+            self._owner = dist.ProcessGroup(scoped(context.store, name), rank, world)
+            _register_process_group(group, self._owner)
             place.set_group_info(group, rank, world, context.store)
             mine = place.empty_strided_p2p((nbytes,), (1,), torch.uint8, context.device, group)
             mine.zero_()
@@ -60,6 +66,8 @@ class MappedMemory:
 
     def close(self) -> None:
         """Unmap; idempotent. Nothing may run that uses it, on any rank."""
+        if self._buffers:
+            _unregister_process_group(self._name)
         self._buffers.clear()
         self._handle = None
 

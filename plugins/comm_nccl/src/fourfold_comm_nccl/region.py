@@ -10,43 +10,23 @@ WORLD_SIZES: Final = (2, 4, 8)
 MAX_PROGRAMS: Final = 128
 """Of one launch: all spin at once, so all must fit on the device beside other work (an H200 has 132 processors)."""
 ALIGNMENT: Final = 256
-FLAGGED_WORD_BYTES: Final = 16
-"""What carries 8 bytes of payload: each half of a store of 16 bytes arrives whole, so each has a flag of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Region:
-    """One rank's memory: signals, then two slots of flagged words, then two slots of plain data.
+    """One rank's memory: signals, then two slots of data.
 
     Operation n uses slot n modulo 2, and nobody is two operations ahead, so nothing is overwritten that is still read.
-    Flagged words are never used for anything else: what lies there is taken for a flag.
     """
 
     world_size: int
     max_bytes: int = 16 << 20
     """Largest tensor."""
-    max_flagged_bytes: int = 256 << 10
-    """Largest tensor that travels in flagged words."""
-
-    @property
-    def flagged_at(self) -> int:
-        """Signals are 32-bit: [2 phases][programs][source rank]."""
-        return _aligned(2 * MAX_PROGRAMS * self.world_size * 4)
-
-    @property
-    def flagged_source_bytes(self) -> int:
-        """Of what one source sends in one operation."""
-        return _aligned(self.max_flagged_bytes * FLAGGED_WORD_BYTES // 8)
-
-    @property
-    def flagged_slot_bytes(self) -> int:
-        """[source rank][words]."""
-        return self.world_size * self.flagged_source_bytes
 
     @property
     def slots_at(self) -> int:
-        """Of plain data."""
-        return self.flagged_at + 2 * self.flagged_slot_bytes
+        """Behind the signals, which are 32-bit: [2 phases][programs][source rank]."""
+        return _aligned(2 * MAX_PROGRAMS * self.world_size * 4)
 
     @property
     def part_bytes(self) -> int:

@@ -9,8 +9,8 @@ from typing import Final, Literal, NamedTuple
 
 from fourfold.errors import EngineError
 
-Algorithm = Literal["flagged", "one_shot", "two_shot"]
-ALGORITHMS: Final[tuple[Algorithm, ...]] = ("flagged", "one_shot", "two_shot")
+Algorithm = Literal["one_shot", "two_shot"]
+ALGORITHMS: Final[tuple[Algorithm, ...]] = ("one_shot", "two_shot")
 
 
 class Plan(NamedTuple):
