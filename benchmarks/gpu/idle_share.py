@@ -1,4 +1,4 @@
-"""What the device does in decode steps of 64 requests, from a profiler's trace: idle share, kernels, host time.
+"""What the device does in decode steps of 1, 64 and 256 requests, from a profiler's trace: idle share and kernels.
 
 For ours alone. The profiler slows the host down, so the idle share that it shows is an upper bound.
 """
@@ -15,11 +15,15 @@ from figure import run_alone
 from large_step import step_intervals
 from workload import equal_prompts
 
-BATCH, STEPS = 64, 40
+BATCHES, STEPS = (1, 64, 256), 40
 
 
-def measure(engine: Ours, batch: int = BATCH) -> dict[str, float]:
-    """Shares and times of the middle steps of the trace; prints the kernels that take most."""
+def measure(engine: Ours) -> dict[str, float]:
+    """Shares and times of the middle steps of the traces; prints the kernels that take most."""
+    return {name: value for batch in BATCHES for name, value in _measure_one(engine, batch).items()}
+
+
+def _measure_one(engine: Ours, batch: int) -> dict[str, float]:
     plain = step_intervals(engine, equal_prompts(batch, 128, 11), STEPS)
     with tempfile.TemporaryDirectory() as folder:
         engine.llm.start_profile(folder)
@@ -42,7 +46,7 @@ def measure(engine: Ours, batch: int = BATCH) -> dict[str, float]:
         by_name[name][0] += 1
         by_name[name][1] += end - start
     idle = 1 - busy / (inside[-1][1] - inside[0][0])
-    print(f"device busy {busy:.0f} us of {inside[-1][1] - inside[0][0]:.0f} us; kernels that take most:")
+    print(f"batch {batch}: device busy {busy:.0f} us of {inside[-1][1] - inside[0][0]:.0f} us; kernels that take most:")
     for name, (count, microseconds) in sorted(by_name.items(), key=lambda item: -item[1][1])[:14]:
         print(f"  {microseconds / busy:6.1%} {microseconds / count:8.1f} us x {count:5}  {name[:110]}")
     middle = sorted(plain)[len(plain) // 2]

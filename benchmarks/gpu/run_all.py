@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 import time
 from importlib import import_module
@@ -47,6 +48,9 @@ def main() -> None:
 
 
 def _run_one(engine_name: str, model: str, figures: list[str]) -> None:
+    logging.basicConfig(
+        level=logging.INFO, format="%(relativeCreated)6d ms: %(message)s"
+    )  # what the engine chose is part of the record
     engine = build(engine_name, model)
     for figure in figures:
         began = time.perf_counter()

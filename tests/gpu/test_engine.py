@@ -66,7 +66,8 @@ def test_greedy_ids_equal_those_of_a_cpu(opened: Opened, checkpoint: Path) -> No
     prompts = some_prompts()
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", ON_A_CPU, str(checkpoint), json.dumps(prompts)]
-    reply = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, timeout=200)
+    reply = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=200)
+    assert reply.returncode == 0, reply.stderr[-3000:]
     [line] = [line for line in reply.stdout.splitlines() if line.startswith("IDS ")]
     expected = json.loads(line.removeprefix("IDS "))
     params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
@@ -145,4 +146,6 @@ def test_logits_agree_with_transformers(opened: Opened, checkpoint: Path) -> Non
         with torch.inference_mode():
             rows = torch.log_softmax(model(torch.tensor([prompt], device="cuda")).logits[0].float(), -1)
         for position, entry in enumerate(result.prompt_logprobs[1:]):
-            assert entry.logprob == pytest.approx(float(rows[position, prompt[position + 1]]), abs=0.15)
+            expected = float(rows[position, prompt[position + 1]])
+            # Random tokens are very unlikely here; 0.15 is what is promised of those that are likely.
+            assert entry.logprob == pytest.approx(expected, abs=0.15, rel=0.01)

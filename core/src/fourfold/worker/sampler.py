@@ -99,7 +99,8 @@ class Sampler:
             return
         stops = [self._state.stop_ids[slot] for slot in slots[held].tolist()]
         row = self._device.upload(np.repeat(held, [len(ids) for ids in stops]))
-        logits[row, self._device.upload(np.concatenate(stops))] = -torch.inf
+        # A number in place of a tensor would be copied to the device, and waited for.
+        logits[row, self._device.upload(np.concatenate(stops))] = logits.new_full((), -torch.inf)
 
     def _draw(self, logits: torch.Tensor, rows: SamplingRows, inputs: SamplingInputs) -> torch.Tensor:
         upload = self._device.upload
