@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 import triton
+import triton.language as tl
 
 from fourfold_comm_nccl import signal_kernels
 from fourfold_comm_nccl.custom_all_reduce import CustomAllReduce
@@ -24,7 +25,7 @@ def numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 @triton.jit
 def nobody_waits(send, wait, number, peer, table, world):
-    pass
+    tl.debug_barrier()
 
 
 signal_kernels.signal_and_wait = nobody_waits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from datetime import timedelta
@@ -24,7 +25,10 @@ GRACE: Final = 1.0
 """Seconds that a wait for the device gets beyond the deadline of what runs on it."""
 LIBRARY_GRACE: Final = 60.0
 """Seconds after which the library ends the process if nobody has asked what became of its work: the last resort."""
+CLOSE_SECONDS: Final = 10.0
 _ALIGNMENT: Final = 16
+
+log = logging.getLogger(__name__)
 
 
 def build(context: CommunicatorContext) -> NcclCommunicator:
@@ -130,14 +134,22 @@ class NcclCommunicator(ProcessGroupCommunicator):
         return NcclPeerMemory(MappedMemory(self._context, nbytes, f"peer memory {self._peer_memories}"), self._meet)
 
     def close(self) -> None:
-        """See Communicator."""
-        upwards, self._upwards = self._upwards, None
+        """See Communicator; graphs that hold its sums must be gone: NCCL waits for them, and this does for a while."""
+        groups = [group for group in (self._group, self._upwards) if group is not None]
         fast, self.fast_path = self.fast_path, None
-        if fast is not None:
-            fast.close()
-        if upwards is not None:
-            upwards.shutdown()
-        super().close()
+        self._group = self._upwards = None
+
+        def end() -> None:
+            if fast is not None:
+                fast.close()
+            for group in groups:
+                group.shutdown()
+
+        ender = threading.Thread(target=end, name="nccl-close", daemon=True)
+        ender.start()
+        ender.join(CLOSE_SECONDS)
+        if ender.is_alive():
+            log.warning("group %s: nccl is still busy, perhaps with a graph that was kept", self._context.group)
 
     def _meet(self) -> None:
         """On the current stream."""
