@@ -15,6 +15,7 @@ ENGINE_OPTIONS = {
     "--debug-collectives",
     "--drain-timeout",
     "--dtype",
+    "--enforce-eager",
     "--executor",
     "--gpu-memory-utilization",
     "--kv-cache-memory",

@@ -160,6 +160,8 @@ class CheckpointContext:
     """Turns a config.json into a description, through the installed models."""
     seed: int = 0
     """Of dummy weights."""
+    device: torch.device | None = None
+    """Where tensors that no file holds are made; None: on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -255,6 +255,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     device: str
     dtype: str
+    asynchronous: bool = False
+    """Whether a step is only started when it is called, so that the next one is best called meanwhile."""
     available_bytes: int
     """Memory that the KV cache may take."""
     memory_bytes: int | None = None

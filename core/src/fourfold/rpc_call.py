@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from fourfold.contracts.deferred_reply import DeferredReply
 from fourfold.contracts.executor import Aggregate
 from fourfold.errors import WorkerError
 from fourfold.rpc_method import bind_method
@@ -57,9 +58,25 @@ class ErrorReport(msgspec.Struct, frozen=True, array_like=True):
 
 def run_call(worker: object, content: bytes | bytearray, *, rank: int) -> bytes | None:
     """Run what ``RpcCall.encoded`` gave; the reply, where this rank's is asked for. Raises whatever comes of it."""
+    reply = start_call(worker, content, rank=rank)
+    if isinstance(reply, DeferredReply):
+        taken: bytes | None = reply.take()
+        return taken
+    return reply
+
+
+def start_call(worker: object, content: bytes | bytearray, *, rank: int) -> bytes | DeferredReply | None:
+    """The same without waiting for what the worker defers, which brings a ``Reply``."""
     name, args, kwargs, speaker = decode(content)
     result = bind_method(worker, name)(*args, **kwargs)
-    return encode(result) if speaker in (None, rank) else None
+    wanted = speaker in (None, rank)
+    if isinstance(result, DeferredReply):
+        return DeferredReply(lambda: _reply(result.take(), wanted=wanted))
+    return _reply(result, wanted=wanted)
+
+
+def _reply(result: Any, *, wanted: bool) -> bytes | None:
+    return encode(result) if wanted else None
 
 
 def report_error(error: Exception, phase: str) -> bytes:

@@ -58,7 +58,11 @@ class Receiver(Protocol):
 
 
 class Communicator(Protocol):
-    """Collectives over the ranks of one group. Ranks are ranks in the group. A group of one rank has none."""
+    """Collectives over the ranks of one group. Ranks are ranks in the group. A group of one rank has none.
+
+    On a device a collective returns when it is queued: ``barrier`` waits for the device, and raises RpcTimeout naming
+    ranks that what was queued has waited for in vain.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -135,7 +139,10 @@ class Communicator(Protocol):
     def all_reduce_add_rms_norm(
         self, tensor: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``residual += sum(tensor)``; returns (rms_norm(residual) * weight, residual). May raise Unsupported."""
+        """``residual += sum(tensor)``; returns (rms_norm(residual) * weight, residual). May raise Unsupported.
+
+        The norm may take ``tensor``'s memory.
+        """
 
     def capture(self) -> AbstractContextManager[None]:
         """The scope in which a device graph that uses this communicator is captured."""

@@ -22,6 +22,13 @@ _GRACE = 1.0
 """Seconds beyond the deadline of a step, so that the executor, which knows the missing ranks, is first to report."""
 
 
+class StepReply(Protocol):
+    """What one step will bring."""
+
+    def result(self, timeout: float | None = None) -> StepOutput:
+        """Wait for it; raises TimeoutError, and what ended the step."""
+
+
 class StepClient(Protocol):
     """What the core needs of ``fourfold.engine.executor_client.ExecutorClient``."""
 
@@ -29,7 +36,7 @@ class StepClient(Protocol):
     def max_in_flight(self) -> int:
         """Steps that may be started before the first one's result is taken."""
 
-    def execute_model(self, message: StepMessage) -> Future[StepOutput]:
+    def execute_model(self, message: StepMessage) -> StepReply:
         """Start a step; steps run in the order of calls."""
 
     def stage_busy_seconds(self) -> Future[list[float]]:
@@ -87,7 +94,7 @@ class EngineCore:
         )
         is_pipeline = config.parallel.pipeline_parallel_size > 1
         self._stage_watch = StageWatch(client, self._scheduler.stats) if is_pipeline else None
-        self._in_flight: deque[tuple[Batch, Future[StepOutput], float]] = deque()
+        self._in_flight: deque[tuple[Batch, StepReply, float]] = deque()
 
     @property
     def has_work(self) -> bool:
@@ -138,9 +145,9 @@ class EngineCore:
                 raise EngineError(f"{len(self._scheduler.requests)} requests wait and none can start")
             return {}
         waiting_since = perf_counter()
-        batch, future, deadline = self._in_flight[0]
+        batch, reply, deadline = self._in_flight[0]
         try:
-            output = future.result(max(0.0, deadline - waiting_since))
+            output = reply.result(max(0.0, deadline - waiting_since))
         except TimeoutError as error:
             if isinstance(error, EngineError):
                 raise
@@ -188,13 +195,15 @@ class EngineCore:
             if batch is None:
                 break
             sent = perf_counter()
+            reply: StepReply
             try:
-                future = self._client.execute_model(batch.message)
+                reply = self._client.execute_model(batch.message)
             except EngineError as error:  # comes out in its turn, after the steps before it
-                future = Future()
-                future.set_exception(error)
+                failed: Future[StepOutput] = Future()
+                failed.set_exception(error)
+                reply = failed
             waited += perf_counter() - sent
-            self._in_flight.append((batch, future, sent + self._rpc_timeout + _GRACE))
+            self._in_flight.append((batch, reply, sent + self._rpc_timeout + _GRACE))
         return waited
 
     def _check(self, request: AddRequest) -> None:

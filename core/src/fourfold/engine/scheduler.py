@@ -274,7 +274,9 @@ class Scheduler:
         if output.errors and entry.slot in output.errors:
             self.finish(request)
             return failure(request.request_id, output.errors[entry.slot])
-        self._set_confirmed(request, entry.num_computed + entry.num_tokens)
+        confirmed = entry.num_computed + entry.num_tokens
+        self.stats.num_queued_tokens -= confirmed - request.num_confirmed
+        request.num_confirmed = confirmed
         self._cache.confirm(request)
         if output.prompt_logprobs and request.wants_prompt_logprobs:
             request.prompt_logprobs.extend(output.prompt_logprobs.get(entry.slot, ()))
@@ -285,17 +287,22 @@ class Scheduler:
         if output.logprobs:
             logprobs = output.logprobs[row]
             result.logprobs = None if logprobs is None else [logprobs]
-        if request.num_output == 0:
-            result.num_cached_tokens = request.num_cached_tokens
-            self.stats.prompt_tokens += request.num_prompt
-            if request.wants_prompt_logprobs:
-                result.prompt_logprobs = [None, *request.prompt_logprobs]
+        if len(request.token_ids) == request.num_prompt:
+            self._add_prompt(request, result)
         self.stats.generation_tokens += 1
-        result.finish_reason = request.accept(token_id)
-        if result.finish_reason is not None:
+        reason = request.accept(token_id)
+        if reason is not None:
+            result.finish_reason = reason
             result.stop_token_id = request.stop_token_id
             self.finish(request)
         return result
+
+    def _add_prompt(self, request: Request, result: RequestOutput) -> None:
+        """What is told once, with the first token."""
+        result.num_cached_tokens = request.num_cached_tokens
+        self.stats.prompt_tokens += request.num_prompt
+        if request.wants_prompt_logprobs:
+            result.prompt_logprobs = [None, *request.prompt_logprobs]
 
     def _set_confirmed(self, request: Request, num_positions: int) -> None:
         self.stats.num_queued_tokens -= num_positions - request.num_confirmed

@@ -240,6 +240,8 @@ def names_who_is_missing(rank: Rank, name: str, device: str) -> Any:
         started = time.monotonic()
         try:
             communicator.all_reduce(torch.ones(10, device=device))
+            if device != "cpu":  # queued, not done: the barrier waits for the device
+                communicator.barrier()
         except RpcTimeout as error:
             return type(error).__name__, list(error.missing_ranks), time.monotonic() - started
         finally:

@@ -6,6 +6,7 @@ Knows no request: batch sizes and buffers only.
 from __future__ import annotations
 
 import logging
+import time
 from bisect import bisect_left
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,14 +31,16 @@ class _Recorded(NamedTuple):
 
 
 class DecodeGraphs:
-    """Records at the first use of a size; empty where the operators cannot record, or cannot record this model.
+    """Records all at once, or each at the first use of its size; empty where the operators cannot record this model.
 
     The ranks of ``group``, which share the layers, record the same sizes: all of them, or none records.
     """
 
-    def __init__(self, operators: Operators, *, max_batch_size: int, group: GroupCoordinator) -> None:
+    def __init__(
+        self, operators: Operators, *, max_batch_size: int, group: GroupCoordinator, enabled: bool = True
+    ) -> None:
         self._group = group
-        self._recorder = operators if isinstance(operators, StepRecorder) else None
+        self._recorder = operators if enabled and isinstance(operators, StepRecorder) else None
         self._sizes = sorted(self._recorder.batch_sizes(max_batch_size)) if self._recorder is not None else []
         self._recorded: dict[int, _Recorded] = {}
 
@@ -50,6 +53,19 @@ class DecodeGraphs:
         """The batch size to pad ``num_requests`` to; None: run it plainly."""
         index = bisect_left(self._sizes, num_requests)
         return self._sizes[index] if index < len(self._sizes) else None
+
+    def record_all(
+        self, inputs: Callable[[int], StepInputs], step: Callable[[StepInputs], tuple[torch.Tensor, ...]]
+    ) -> None:
+        """Record every size now, the largest first, whose memory the others can use; see ``run``."""
+        started = time.perf_counter()
+        for size in reversed(self.sizes):
+            recorded = self._capture(inputs(size), step)
+            if recorded is None:
+                return
+            self._recorded[size] = recorded
+        if self._recorded:
+            log.info("%d sizes of decode steps recorded in %.1f s", len(self._sizes), time.perf_counter() - started)
 
     def run(
         self, size: int, inputs: Callable[[], StepInputs], step: Callable[[StepInputs], tuple[torch.Tensor, ...]]

@@ -117,10 +117,10 @@ class PipelineStage:
             self._awaited.append(_Sampled(step, slots))
             self._sampled_in.update(dict.fromkeys(slots.tolist(), step))
 
-    def send_ids(self, step: int, token_ids: Int64) -> None:
-        """Hand the sampled ids to the first stage; on the last one."""
+    def send_ids(self, step: int, token_ids: torch.Tensor) -> None:
+        """Hand the sampled ids, int64 [R], to the first stage; on the last one."""
         if len(token_ids):
-            self._transport.send_ids(step, self._device.upload(token_ids))
+            self._transport.send_ids(step, token_ids)
 
     def close(self) -> None:
         """Let go of the other stages; idempotent."""

@@ -14,6 +14,7 @@ from fourfold.models.layer_costs import TYPICAL_CONTEXT
 from fourfold.models.stage_partition import Stage, StageCosts
 from fourfold.sampling_params import SamplingParams
 from fourfold.worker.request_state import RequestState
+from fourfold.worker.sampling_state import SamplingState
 from fourfold.worker.step_inputs import InputBuffers, StepInputs, StepPlan
 
 if TYPE_CHECKING:
@@ -97,7 +98,8 @@ def _inputs(
         table = list(range(1 + slot * blocks, 1 + (slot + 1) * blocks))
         scheduled.append(ScheduledRequest(slot, 1, length - 1, [table], reset_blocks=True))
     state.place_blocks(scheduled)
-    buffers = InputBuffers(device, state, max_tokens=num_requests, max_requests=num_requests)
+    sampling = SamplingState(slots=num_requests, vocabulary_size=description.vocab_size)
+    buffers = InputBuffers(device, state, sampling, max_tokens=num_requests, max_requests=num_requests)
     plan = StepPlan.of(scheduled)
     buffers.fill(plan)
     return buffers.upload(plan)

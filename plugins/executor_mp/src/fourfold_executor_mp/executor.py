@@ -65,8 +65,8 @@ class MpExecutor(ExecutorShell):
 
     @property
     def max_in_flight(self) -> int:
-        """A step for every stage of the pipeline."""
-        return self._layout.pp
+        """A step for every stage of the pipeline, and one that waits for them."""
+        return self._layout.pp + 1
 
     def processes(self) -> list[dict[str, Any]]:
         """One row a rank that runs."""
