@@ -31,6 +31,7 @@ ENGINE_OPTIONS = {
     "--operators",
     "--parallel-layer",
     "--pipeline-parallel-size",
+    "--pipeline-partition",
     "--prefix-caching",
     "--revision",
     "--rpc-timeout",
