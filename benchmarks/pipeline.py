@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -47,7 +46,10 @@ def measure(options: dict[str, Any], repetitions: int, counts: list[int]) -> dic
 
 
 def mixed(repetitions: int, *, even: bool) -> dict[str, Any]:
-    """Tokens a second of short and long requests together; uneven: a step takes whatever is ready, as much as fits."""
+    """Output tokens a second of 48 short prompts with long answers, then 24 long prompts with short ones.
+
+    Uneven: a step takes whatever is ready, as much as fits, as engines do that only count tokens.
+    """
     from fourfold import LLM
 
     with LLM("smollm2", dtype="bfloat16", max_model_len=2048, pipeline_parallel_size=2) as llm:
@@ -58,8 +60,7 @@ def mixed(repetitions: int, *, even: bool) -> dict[str, Any]:
         warm_up(llm)
         found = []
         for seed in range(repetitions):
-            draw = random.Random(seed)
-            lengths = [(16, 96) if draw.random() < 0.7 else (384, 160) for _ in range(96)]
+            lengths = [(16, 128)] * 48 + [(384, 16)] * 24
             ids = [prompts(1, length, 100 * seed + index)[0] for index, (length, _) in enumerate(lengths)]
             wanted = [tokens for _, tokens in lengths]
             found.append(sum(wanted) / seconds(llm, ids, wanted))

@@ -15,6 +15,8 @@ SCRIPTS = [
     "startup.py",
     "collective_rpc.py",
     "all_reduce.py",
+    "pipeline_transport.py",
+    "pipeline.py",
 ]
 
 

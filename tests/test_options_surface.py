@@ -32,6 +32,7 @@ ENGINE_OPTIONS = {
     "--operators",
     "--parallel-layer",
     "--pipeline-parallel-size",
+    "--pipeline-partition",
     "--prefix-caching",
     "--revision",
     "--rpc-timeout",

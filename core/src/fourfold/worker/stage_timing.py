@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -13,11 +14,13 @@ from fourfold.messages import NewRequest, ScheduledRequest
 from fourfold.models.layer_costs import TYPICAL_CONTEXT
 from fourfold.models.stage_partition import Stage, StageCosts
 from fourfold.sampling_params import SamplingParams
+from fourfold.worker.decode_graphs import DecodeGraphs
 from fourfold.worker.request_state import RequestState
 from fourfold.worker.sampling_state import SamplingState
 from fourfold.worker.step_inputs import InputBuffers, StepInputs, StepPlan
 
 if TYPE_CHECKING:
+    from fourfold.distributed.group_coordinator import GroupCoordinator
     from fourfold.models.decoder import Decoder
     from fourfold.models.description import LayerDescription, ModelDescription
     from fourfold.worker.device import Device
@@ -28,11 +31,17 @@ REPETITIONS: Final = 7
 
 @torch.inference_mode()
 def time_parts(
-    description: ModelDescription, device: Device, load: Callable[[Stage], Decoder], *, num_requests: int
+    description: ModelDescription,
+    device: Device,
+    load: Callable[[Stage], Decoder],
+    *,
+    num_requests: int,
+    group: GroupCoordinator,
 ) -> StageCosts:
     """Seconds of the embedding, of every layer, and of the head with the choice of a token, for a batch of decodes.
 
-    ``load`` gives the real layers of a stage, one of each kind. The ranks that share layers must all call this.
+    ``load`` gives the real layers of a stage, one of each kind. The ranks of ``group``, which share layers, must all
+    call this.
     """
     kinds: dict[LayerDescription, float] = {}
     first = last = 0.0
@@ -41,19 +50,21 @@ def time_parts(
             continue
         is_end = not kinds  # one model with both ends is enough
         decoder = load(Stage(layers=range(number, number + 1), is_first=is_end, is_last=is_end))
-        step = _DecodeStep(decoder, device, num_requests=num_requests)
+        step = _DecodeStep(decoder, device, num_requests=num_requests, group=group)
         kinds[kind] = step.seconds(step.run_layer)
         if is_end:
-            first, last = step.seconds(step.embed), step.seconds(step.choose_tokens)
+            first, last = step.seconds(step.embed), step.seconds(step.logits, step.choose_tokens)
     return StageCosts(layers=tuple(kinds[kind] for kind in description.layers), first=first, last=last)
 
 
 class _DecodeStep:
-    """One token each of some requests with a typical context, through one layer."""
+    """One token each of some requests with a typical context, through one layer; recorded where steps are."""
 
-    def __init__(self, decoder: Decoder, device: Device, *, num_requests: int) -> None:
+    def __init__(self, decoder: Decoder, device: Device, *, num_requests: int, group: GroupCoordinator) -> None:
         self._decoder = decoder
         self._device = device
+        self._group = group
+        self._num_requests = num_requests
         d = decoder.description
         length = min(TYPICAL_CONTEXT, d.max_model_len)
         ((layer, spec),) = decoder.kv_cache_specs().items()
@@ -61,31 +72,45 @@ class _DecodeStep:
         cache = KVCacheConfig(groups=(KVCacheGroup(spec=spec, layers=(layer,)),), num_blocks=1 + blocks * num_requests)
         self._caches = [device.zeros(decoder.kv_cache_shape(layer, cache.num_blocks), decoder.dtype)]
         self._inputs = _inputs(cache, device, d, length=length, blocks=blocks, num_requests=num_requests)
-        shape = (num_requests, d.hidden_size)
-        self._hidden = torch.ones(shape, dtype=decoder.dtype, device=device.torch_device)
-
-    def seconds(self, run: Callable[[], object]) -> float:
-        """Of the fastest repetition."""
-        found = []
-        for _ in range(REPETITIONS):
-            started = time.perf_counter()
-            run()
-            self._device.synchronize()
-            found.append(time.perf_counter() - started)
-        return min(found)
-
-    def embed(self) -> torch.Tensor:
-        return self._decoder.embed(self._inputs.token_ids)
-
-    def run_layer(self) -> tuple[torch.Tensor, torch.Tensor]:
-        residual = self._hidden.clone()
-        return self._decoder.run_layers(
-            self._hidden.clone(), residual, self._inputs.positions, self._caches, self._inputs.metadata
+        self._hidden, self._residual = (
+            torch.ones(num_requests, d.hidden_size, dtype=decoder.dtype, device=device.torch_device) for _ in range(2)
         )
 
-    def choose_tokens(self) -> torch.Tensor:
-        hidden = self._decoder.finish(self._hidden.clone(), self._hidden.clone())
-        return self._decoder.operators.argmax(self._decoder.logits(hidden))
+    def seconds(
+        self,
+        part: Callable[[StepInputs], tuple[torch.Tensor, ...]],
+        then: Callable[[torch.Tensor], object] | None = None,
+    ) -> float:
+        """Of the fastest repetition of ``part``, and what follows it outside of a recording."""
+        graphs = DecodeGraphs(self._decoder.operators, max_batch_size=self._num_requests, group=self._group)
+        found = []
+        with closing(graphs):
+            for _ in range(REPETITIONS):
+                started = time.perf_counter()
+                if self._num_requests in graphs.sizes:
+                    output, *_ = graphs.run(self._num_requests, lambda: self._inputs, part)
+                else:
+                    output, *_ = part(self._inputs)
+                if then is not None:
+                    then(output)
+                self._device.synchronize()
+                found.append(time.perf_counter() - started)
+        return min(found)
+
+    def embed(self, inputs: StepInputs) -> tuple[torch.Tensor]:
+        return (self._decoder.embed(inputs.token_ids),)
+
+    def run_layer(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._decoder.run_layers(self._hidden, self._residual, inputs.positions, self._caches, inputs.metadata)
+
+    def logits(self, inputs: StepInputs) -> tuple[torch.Tensor]:
+        return (self._decoder.local_logits(self._decoder.finish(self._hidden, self._residual)),)
+
+    def choose_tokens(self, local: torch.Tensor) -> None:
+        logits = self._decoder.collect_logits(local)
+        if self._group.is_first:
+            self._device.finite_rows(logits)
+            self._decoder.operators.argmax(logits)
 
 
 def _inputs(

@@ -250,7 +250,7 @@ def _measure(
         )
 
     num_requests = -(-context.config.scheduler.max_num_seqs // parallel.pp.world_size)
-    return time_parts(checkpoint.description, device, load, num_requests=num_requests)
+    return time_parts(checkpoint.description, device, load, num_requests=num_requests, group=parallel.tp)
 
 
 def _join(config: EngineConfig, loaded: _Loaded, state: RequestState) -> PipelineStage:
