@@ -15,7 +15,6 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 from floors import measure
@@ -81,8 +80,8 @@ def _seconds(generate: object, ids: list[list[int]], tokens: int) -> float:
 
 
 def in_child(python: str, arguments: list[str], environment: dict[str, str]) -> dict[str, list[float]]:
-    """Run one engine in a process of its own, so that neither inherits the other's threads or memory."""
-    command = [python, str(Path(__file__)), *arguments]
+    """Run a script in a process of its own, so that no engine inherits another's threads or memory; its figures."""
+    command = [python, *arguments]
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | environment).stdout
     [line] = [line for line in out.splitlines() if line.startswith("FIGURES ")]
     return json.loads(line.removeprefix("FIGURES "))
@@ -107,7 +106,7 @@ def main() -> None:
         "decode_ms": floors.decode_milliseconds,
         "decode_after512_ms": floors.decode_milliseconds,
     }
-    common = ["--repetitions", str(options.repetitions), "--only"]
+    common = [__file__, "--repetitions", str(options.repetitions), "--only"]
     mine = in_child(sys.executable, [*common, "ours"], {})
     theirs: dict[str, list[float]] = {}
     if options.peer_python:

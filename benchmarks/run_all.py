@@ -10,6 +10,7 @@ SCRIPTS = [
     "kernels_cpu.py",
     "scheduler.py",
     "offline.py",
+    "tensor_parallel.py",
     "serving.py",
     "startup.py",
     "collective_rpc.py",

@@ -37,6 +37,7 @@ ENGINE_OPTIONS = {
     "--rpc-timeout",
     "--scheduler",
     "--seed",
+    "--self-test-timeout",
     "--served-model-name",
     "--stall-timeout",
     "--startup-timeout",

@@ -19,7 +19,7 @@ from fourfold.config.engine_config import EngineConfig
 from fourfold.contracts.attention_backend import AttentionMetadata, AttentionSpec
 from fourfold.entries import AttentionContext, ComputeContext
 from fourfold.layers.torch_linear import TorchLinearMethod
-from fourfold_kernels_triton import tiles
+from fourfold_kernels_triton import linear, tiles
 from fourfold_kernels_triton.attention import TritonAttention
 from fourfold_kernels_triton.graph_operators import GraphOperators
 from fourfold_kernels_triton.linear import TritonLinearMethod
@@ -95,9 +95,9 @@ def timed(calls: list[Callable[[], object]], *, repeats: int = 7) -> float:
 
 
 def copy_rate() -> float:
-    source = torch.randint(0, 255, (2 << 30,), dtype=torch.uint8, device=DEVICE)
+    source = torch.randn(1 << 30, device=DEVICE, dtype=BF16)
     target = torch.empty_like(source)
-    return 2 * source.numel() / timed([lambda: target.copy_(source)])
+    return 4 * source.numel() / timed([lambda: torch.neg(source, out=target)])
 
 
 class Attention:
@@ -159,32 +159,31 @@ def attention_cases(table: Table) -> None:
 
 
 def tuning_cases(table: Table) -> None:
+    """Other tiles than the chosen ones."""
     shape = SHAPES["qwen3-0.6b"]
-    for size, length, rotations in ((1, 1024, 8), (256, 800, 1)):
-        for tokens, warps, stages in (
-            (32, 4, 4),
-            (64, 2, 3),
-            (64, 4, 2),
-            (64, 4, 4),
-            (64, 8, 3),
-            (128, 4, 2),
-            (128, 8, 3),
-        ):
+    for size, length, rotations in ((8, 1024, 8), (256, 800, 1)):
+        for tokens, warps, stages in ((32, 2, 3), (32, 4, 3), (64, 2, 2), (64, 4, 3), (128, 4, 2)):
             one = Attention(shape, [(length - 1, 1)] * size, rotations=rotations)
             one.backend._decode_tile = tiles.Tile(rows=1, tokens=tokens, warps=warps, stages=stages)
-            table.add(
-                f"  decode batch {size} tile {tokens} warps {warps} stages {stages}", one.calls(), one.cache_bytes
-            )
-    for rows, tokens, warps, stages in (
-        (64, 64, 4, 3),
-        (128, 32, 8, 3),
-        (128, 64, 4, 3),
-        (128, 128, 8, 2),
-        (128, 64, 8, 4),
-    ):
+            name = f"  decode batch {size} tile {tokens} warps {warps} stages {stages}"
+            table.add(name, one.calls(), one.cache_bytes)
+    for rows, tokens, warps, stages in ((64, 64, 4, 2), (128, 64, 8, 2), (128, 128, 8, 2), (64, 128, 4, 2)):
         one = Attention(shape, [(0, 1024)] * 8, rotations=1)
         one.backend._prefill_tile = tiles.Tile(rows=rows, tokens=tokens, warps=warps, stages=stages)
         table.add(f"  prefill rows {rows} tile {tokens} warps {warps} stages {stages}", one.calls(), one.flops / 780e12)
+    chosen = dict(linear._FEW_ROWS)
+    method = TritonLinearMethod(COMPUTE)
+    x = torch.randn(8, 3072, device=DEVICE).to(BF16)
+    weights = [method.create(3072, 1024, bias=False, dtype=BF16) for _ in range(30)]
+    for columns, warps, stages in ((128, 4, 5), (128, 2, 8), (256, 2, 5), (256, 8, 5), (512, 4, 3)):
+
+        def apply(weight, columns=columns, warps=warps, stages=stages):
+            linear._FEW_ROWS.update(COLUMNS=columns, num_warps=warps, num_stages=stages)
+            method.apply(weight, x)
+            linear._FEW_ROWS.update(chosen)
+
+        calls = [lambda w=w, apply=apply: apply(w) for w in weights]
+        table.add(f"  linear 8 x 3072 -> 1024 columns {columns} warps {warps} stages {stages}", calls, 2 * 3072 * 1024)
 
 
 def operator_cases(table: Table) -> None:
@@ -224,7 +223,7 @@ def linear_cases(table: Table) -> None:
             weights = [method.create(in_features, out_features, bias=False, dtype=BF16) for _ in range(count)]
             for weight in weights:
                 weight.dense.normal_()
-            for rows in (1, 8) if label == "torch" else (1,):
+            for rows in (1, 8, 16):
                 x = torch.randn(rows, in_features, device=DEVICE).to(BF16)
                 calls = [lambda w=w, x=x, m=method: m.apply(w, x) for w in weights]
                 table.add(
@@ -260,10 +259,9 @@ def layer_cases(table: Table) -> None:
             for label, kind, early in (
                 ("torch", TorchLinearMethod, False),
                 ("torch, early", TorchLinearMethod, True),
-                ("own", TritonLinearMethod, False),
                 ("own, early", TritonLinearMethod, True),
             ):
-                if size > 1 and kind is TritonLinearMethod:
+                if size > linear.MOST_ROWS and kind is TritonLinearMethod:
                     continue
 
                 method, ops = kind(COMPUTE), GraphOperators(COMPUTE)

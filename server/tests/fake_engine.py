@@ -51,6 +51,11 @@ def main() -> None:
         backends={"attention": "torch"},
     )
     link.report(msgspec.msgpack.encode(ready))
+    if behaviour == "fail-and-linger":
+        for message in ("ValueError: boom", "an echo"):
+            failed = EngineFailed(engine=0, incarnation=incarnation, message=message)
+            link.report(msgspec.msgpack.encode(failed))
+        threading.Event().wait(60)
     if behaviour == "die-when-ready":
         os.kill(os.getpid(), signal.SIGKILL)
     stopped.wait(60)

@@ -12,7 +12,7 @@ import torch
 from fourfold.config.engine_config import EngineConfig
 from fourfold.contracts.attention_backend import AttentionMetadata, AttentionSpec
 from fourfold.entries import AttentionContext, ComputeContext
-from fourfold_kernels_triton import attention, operators
+from fourfold_kernels_triton import attention, linear, operators
 
 sys.path.insert(0, str(Path(__file__).parent))
 from compilation import Launches
@@ -30,8 +30,9 @@ UNEVEN = AttentionSpec(num_heads=5, num_kv_heads=2, head_dim=80, scale=0.11, rot
 @pytest.fixture
 def launches(monkeypatch):
     noted = Launches()
-    for module in (attention, operators):
+    for module in (attention, linear, operators):
         monkeypatch.setattr(module, "launch", noted)
+        monkeypatch.setattr(module, "starts_early", lambda device: True)
     monkeypatch.setattr(attention, "multiprocessors", lambda device: 132)
     return noted
 
@@ -106,3 +107,20 @@ def test_operators(launches):
         assert "ld.local" not in ptx, f"{name} spills"
         wide = "[24]" if name == "head_rms_norm_rows" else "4"  # four heads are too few for 16 bytes a thread
         assert re.search(rf"ld\.global[.\w]*\.v{wide}", ptx), f"{name} does not read 16 bytes at a time"
+
+
+def test_linear(launches):
+    built = linear.TritonLinearMethod(ComputeContext(config=EngineConfig(), device=META, dtype=BF16))
+    for in_features, out_features, bias in ((1024, 4096, False), (3072, 1024, True)):
+        weight = built.create(in_features, out_features, bias=bias, dtype=BF16)
+        for rows in (1, 8):
+            built.apply(weight, torch.empty(rows, in_features, dtype=BF16, device=META))
+    built.apply(weight, torch.empty(1, 3072, dtype=BF16, device=META), out_dtype=FP32)
+    compiled = launches.compile()
+    assert len(compiled) == 5
+    for _, kernel in compiled:
+        ptx = kernel.asm["ptx"]
+        assert "ld.local" not in ptx
+        assert re.search(r"ld\.global[.\w]*\.v4", ptx)
+        # Weights are on their way before the kernel waits for the one before.
+        assert ptx.index("ld.global") < ptx.index("griddepcontrol.wait")

@@ -83,7 +83,12 @@ def serve(
     config = _check_config(config, registry)
     _check_certificate(server_config)
     with listen(server_config.host, server_config.port) as listener, RunDirectory.create() as run_directory:
-        run_directory.write_file(CONFIG_FILE, encode_config(config))
+        try:
+            run_directory.write_file(CONFIG_FILE, encode_config(config))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write into the run directory {run_directory.path}: {error.strerror}; set XDG_RUNTIME_DIR"
+            ) from error
         launch = _Launch(
             config=config,
             server_config=server_config,

@@ -34,6 +34,9 @@ MAX_RAPID_CRASHES = 3
 _STARTUP_GRACE = 5.0
 """Seconds, or a tenth if that is less, beyond --startup-timeout: the engine, which knows for whom it waits, reports."""
 
+_ENDING_TIMEOUT = 20.0
+"""Seconds for an engine that has failed to end its workers and itself."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
@@ -185,7 +188,10 @@ class EngineSupervisor:
     def _hear(self, engine: _Engine, report: bytes) -> None:
         message = msgspec.msgpack.decode(report, type=EngineReady | EngineFailed)
         if isinstance(message, EngineFailed):
-            engine.last_word = message
+            if engine.last_word is None:  # what follows may be an echo
+                engine.last_word = message
+                if engine.ready and engine.child is not None:  # it has yet to end its workers
+                    self._lose(engine, engine.child)
             return
         engine.ready = engine.ever_ready = True
         engine.wake_time = None
@@ -194,6 +200,15 @@ class EngineSupervisor:
             self._table.set(ROLE, engine.label, "running", pid=engine.child.pid, detail=detail)
         self._table.set_workers(engine.index, message.workers)
         self._listener.engine_ready(message)
+
+    def _lose(self, engine: _Engine, child: ChildProcess) -> None:
+        """A ready engine has said that it fails; its process ends later."""
+        failure = self._explain(engine, None)
+        self._listener.engine_dead(engine.index, failure.message)
+        if self._on_failure == "exit":
+            self._give_up(failure)
+        engine.wake_time = time.monotonic() + _ENDING_TIMEOUT
+        engine.on_wake = partial(child.send_signal, signal.SIGKILL)
 
     def _end_overdue(self, engine: _Engine, child: ChildProcess) -> None:
         engine.overdue = f"was not ready within {self._timeouts.startup_timeout:g} s (--startup-timeout)"
@@ -205,14 +220,14 @@ class EngineSupervisor:
         self._table.remove(ROLE, engine.label)
         self._table.set_workers(engine.index, [])
         failure = self._explain(engine, how)
-        if engine.ready:
+        if engine.ready and engine.last_word is None:
             self._listener.engine_dead(engine.index, failure.message)
         if not engine.ever_ready or self._on_failure == "exit":
             self._give_up(failure)
         else:
             self._restart(engine, failure)
 
-    def _explain(self, engine: _Engine, how: ChildExit) -> Failure:
+    def _explain(self, engine: _Engine, how: ChildExit | None) -> Failure:
         phase = "while running" if engine.ready else "during start-up"
         name = f"{ROLE} {engine.label}"
         if engine.overdue:

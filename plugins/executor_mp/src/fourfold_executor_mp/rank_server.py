@@ -10,7 +10,6 @@ import logging
 import queue
 import socket
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from pkgutil import resolve_name
 from typing import Any, Final
@@ -23,9 +22,8 @@ from fourfold.entries import WorkerContext
 from fourfold.errors import EngineError
 from fourfold.manifest import fingerprint
 from fourfold.plugins import load_plugins
-from fourfold.rpc_method import bind_method
-from fourfold.serialization import decode, encode
-from fourfold_executor_mp.call import ErrorReport
+from fourfold.rpc_call import report_error, start_call
+from fourfold.serialization import decode
 from fourfold_executor_mp.frames import Frame, FrameReader, Kind, send_frame
 from fourfold_executor_mp.start_message import CONSTRUCTION, DISCOVERY, StartMessage
 
@@ -92,7 +90,7 @@ class RankServer:
             else:
                 answer = self._run(frame)
         except Exception as error:
-            answer = Frame(Kind.ERROR, number, _report(error, self._phase(frame)))
+            answer = Frame(Kind.ERROR, number, report_error(error, self._phase(frame)))
         if answer is not None:
             self._send(answer)
 
@@ -135,21 +133,21 @@ class RankServer:
 
     def _run(self, frame: Frame) -> Frame | None:
         """The answer to a call; None when it is sent later."""
-        name, args, kwargs, reply_rank = decode(frame.payload)
-        result = bind_method(self._worker, name)(*args, **kwargs)
-        wanted = reply_rank is None or reply_rank == self._rank
-        if not isinstance(result, DeferredReply):
-            return _answer(frame.number, result, wanted=wanted)
+        reply = start_call(self._worker, frame.payload, rank=self._rank)
+        if not isinstance(reply, DeferredReply):
+            return _answer(frame.number, reply)
         if self._deferred is None:
             self._deferred = DeferredReplies(self._send)
-        self._deferred.put(lambda: self._finish(frame.number, name, result, wanted=wanted))
-        return None
+        phase = self._phase(frame)
 
-    def _finish(self, number: int, name: str, reply: DeferredReply, *, wanted: bool) -> Frame:
-        try:
-            return _answer(number, reply.take(), wanted=wanted)
-        except Exception as error:
-            return Frame(Kind.ERROR, number, _report(error, name))
+        def finish() -> Frame:
+            try:
+                return _answer(frame.number, reply.take())
+            except Exception as error:
+                return Frame(Kind.ERROR, frame.number, report_error(error, phase))
+
+        self._deferred.put(finish)
+        return None
 
     def _phase(self, frame: Frame) -> str:
         if frame.number < 2:
@@ -190,10 +188,5 @@ class DeferredReplies:
             self._send(make())
 
 
-def _answer(number: int, result: Any, *, wanted: bool) -> Frame:
-    return Frame(Kind.REPLY, number, encode(result)) if wanted else Frame(Kind.DONE, number, b"")
-
-
-def _report(error: Exception, phase: str) -> bytes:
-    trace = "".join(traceback.format_exception(error))
-    return msgspec.msgpack.encode(ErrorReport(phase, type(error).__name__, str(error), trace))
+def _answer(number: int, reply: bytes | None) -> Frame:
+    return Frame(Kind.DONE, number, b"") if reply is None else Frame(Kind.REPLY, number, reply)

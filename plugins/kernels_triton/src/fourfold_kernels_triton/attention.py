@@ -61,6 +61,7 @@ class TritonAttention:
         self._spec = spec
         self._width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         self._group = _power_of_two(max(groups))
+        self._group_size = groups[0] if len(set(groups)) == 1 else 0
         self._padded_dim = max(_power_of_two(spec.head_dim), _SMALLEST_PRODUCT)
         self._first_head = torch.tensor(
             [sum(groups[:index]) for index in range(len(groups) + 1)], dtype=torch.int32, device=context.device
@@ -228,6 +229,8 @@ class TritonAttention:
             BLOCK_SIZE=step.kv_cache.shape[3],
             TILE=tile.tokens,
             SPLIT=split.most > 1,
+            ALL=metadata.max_query_length == 1 and step.qkv.shape[0] == num_sequences,
+            GROUP_SIZE=self._group_size,
             EARLY=self._early,
             num_warps=tile.warps,
             num_stages=tile.stages,

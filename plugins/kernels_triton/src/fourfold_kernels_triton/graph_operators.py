@@ -58,6 +58,8 @@ class GraphOperators(TritonOperators):
                 finally:
                     graph.capture_end()
         except RuntimeError as error:
+            # The allocator takes a pool whose recording failed for one that still records.
+            self._pool = torch.cuda.graph_pool_handle()
             raise Unsupported(f"the step cannot be recorded as a cuda graph: {error}") from error
         return RecordedStep(graph, _alias(output))
 

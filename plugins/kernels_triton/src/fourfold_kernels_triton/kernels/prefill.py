@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fourfold_kernels_triton.kernels.heads import load_heads
+from fourfold_kernels_triton.kernels.heads import fetch_heads, turn_heads
 from fourfold_kernels_triton.kernels.scores import cached_rows, scaled
 
 
@@ -139,19 +139,20 @@ def attend_prompts(
     tokens = first_token + queries
     positions = tl.load(positions_ptr + tokens, mask=present, other=0)
     heads = first_head + rows % GROUP
-    query = load_heads(
+    own, other, turned_weight, other_weight, cos, sin = fetch_heads(
         qkv_ptr,
         tokens.to(tl.int64) * qkv_stride + heads * HEAD_DIM,
         present,
         query_weight_ptr,
-        epsilon,
-        weight_offset,
         cos_sin_ptr,
         positions,
         NORM,
         ROTARY,
         HEAD_DIM,
         PADDED_DIM,
+    )
+    query = turn_heads(
+        own, other, turned_weight, other_weight, cos, sin, epsilon, weight_offset, NORM, ROTARY, HEAD_DIM, PADDED_DIM
     ).to(qkv_ptr.dtype.element_ty)
     reach = computed + queries
     stop = tl.minimum(computed + first_query + TOKENS, length)
