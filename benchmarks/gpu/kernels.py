@@ -19,7 +19,7 @@ from fourfold.config.engine_config import EngineConfig
 from fourfold.contracts.attention_backend import AttentionMetadata, AttentionSpec
 from fourfold.entries import AttentionContext, ComputeContext
 from fourfold.layers.torch_linear import TorchLinearMethod
-from fourfold_kernels_triton import linear, tiles
+from fourfold_kernels_triton import tiles
 from fourfold_kernels_triton.attention import TritonAttention
 from fourfold_kernels_triton.graph_operators import GraphOperators
 from fourfold_kernels_triton.linear import TritonLinearMethod
@@ -171,19 +171,6 @@ def tuning_cases(table: Table) -> None:
         one = Attention(shape, [(0, 1024)] * 8, rotations=1)
         one.backend._prefill_tile = tiles.Tile(rows=rows, tokens=tokens, warps=warps, stages=stages)
         table.add(f"  prefill rows {rows} tile {tokens} warps {warps} stages {stages}", one.calls(), one.flops / 780e12)
-    chosen = dict(linear._FEW_ROWS)
-    method = TritonLinearMethod(COMPUTE)
-    x = torch.randn(8, 3072, device=DEVICE).to(BF16)
-    weights = [method.create(3072, 1024, bias=False, dtype=BF16) for _ in range(30)]
-    for columns, warps, stages in ((128, 4, 5), (128, 2, 8), (256, 2, 5), (256, 8, 5), (512, 4, 3)):
-
-        def apply(weight, columns=columns, warps=warps, stages=stages):
-            linear._FEW_ROWS.update(COLUMNS=columns, num_warps=warps, num_stages=stages)
-            method.apply(weight, x)
-            linear._FEW_ROWS.update(chosen)
-
-        calls = [lambda w=w, apply=apply: apply(w) for w in weights]
-        table.add(f"  linear 8 x 3072 -> 1024 columns {columns} warps {warps} stages {stages}", calls, 2 * 3072 * 1024)
 
 
 def operator_cases(table: Table) -> None:
@@ -223,7 +210,7 @@ def linear_cases(table: Table) -> None:
             weights = [method.create(in_features, out_features, bias=False, dtype=BF16) for _ in range(count)]
             for weight in weights:
                 weight.dense.normal_()
-            for rows in (1, 8, 16):
+            for rows in (1, 8) if label == "torch" else (1,):
                 x = torch.randn(rows, in_features, device=DEVICE).to(BF16)
                 calls = [lambda w=w, x=x, m=method: m.apply(w, x) for w in weights]
                 table.add(
@@ -261,7 +248,7 @@ def layer_cases(table: Table) -> None:
                 ("torch, early", TorchLinearMethod, True),
                 ("own, early", TritonLinearMethod, True),
             ):
-                if size > linear.MOST_ROWS and kind is TritonLinearMethod:
+                if size > 1 and kind is TritonLinearMethod:
                     continue
 
                 method, ops = kind(COMPUTE), GraphOperators(COMPUTE)

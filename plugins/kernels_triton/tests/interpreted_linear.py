@@ -20,24 +20,22 @@ def allowed(monkeypatch):
 
 class TestConformance(LinearMethodConformance):
     name = "triton"
-    dtypes = ("float32", "float16")  # the interpreter has no products of bfloat16
 
 
 @pytest.mark.parametrize(("in_features", "out_features"), [(1024, 40), (2056, 3), (8, 1)])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 5, 16])
-def test_few_rows_go_through_the_kernels(monkeypatch, rows, in_features, out_features, bias):
+def test_one_row_goes_through_the_kernel(monkeypatch, in_features, out_features, bias):
     method = TritonLinearMethod(ComputeContext(config=EngineConfig(), device=torch.device("cpu"), dtype=torch.float16))
     weight = method.create(in_features, out_features, bias=bias, dtype=torch.float16)
     values, offsets = torch.randn(out_features, in_features).half(), torch.randn(out_features).half()
     method.load_shard(weight, values, first_row=0)
     if bias:
         method.load_bias(weight, offsets, first_row=0)
-    x = torch.randn(rows, in_features).half()
+    x = torch.randn(1, in_features).half()
     expected = torch.nn.functional.linear(x.float(), values.float(), offsets.float() if bias else None)
 
     def refuse(*args: object) -> None:
-        raise AssertionError("torch was asked for a few rows")
+        raise AssertionError("torch was asked for one row")
 
     monkeypatch.setattr(torch.nn.functional, "linear", refuse)
     assert_near(method.apply(weight, x), expected, "float16", torch.float16)

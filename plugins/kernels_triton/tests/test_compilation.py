@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,32 @@ def test_attention(launches):
         assert ("wgmma" if name == "attend_prompts" else "mma.sync") in ptx
 
 
+def test_what_is_compiled_ahead_is_what_steps_start(launches, monkeypatch):
+    monkeypatch.setattr(attention, "Compilation", lambda device: launches)
+    monkeypatch.setattr(operators, "Compilation", lambda device: launches)
+    cuda = torch.device("cuda")
+    compute = ComputeContext(config=EngineConfig(), device=META, dtype=BF16)
+    built = operators.TritonOperators(compute)
+    built._device = cuda
+    assert built._compile() is launches
+    for norm in (False, True):
+        context = AttentionContext(config=EngineConfig(), device=META, dtype=BF16, spec=QWEN)
+        backend = attention.TritonAttention(context)
+        backend._context = replace(context, device=cuda)
+        if norm:
+            weight = torch.empty(128, dtype=BF16, device=META)
+            backend.norm_heads(weight, weight, 1e-6)
+        assert backend._compile() is launches
+    ahead, launches.noted = launches.noted, []
+    for norm in (False, True):
+        attend(BF16, QWEN, (1,) * 32, norm=norm)
+        attend(BF16, QWEN, (100, 1), norm=norm)
+    numbers = torch.empty(3, dtype=torch.int64, device=META)
+    built = operators.TritonOperators(compute)
+    built.gumbel_argmax(torch.empty(3, 151936, device=META), torch.empty(3, device=META), numbers, numbers)
+    assert set(launches.noted) == set(ahead)
+
+
 def test_operators(launches):
     for dtype in (BF16, FP32):
         built = operators.TritonOperators(ComputeContext(config=EngineConfig(), device=META, dtype=dtype))
@@ -113,11 +140,10 @@ def test_linear(launches):
     built = linear.TritonLinearMethod(ComputeContext(config=EngineConfig(), device=META, dtype=BF16))
     for in_features, out_features, bias in ((1024, 4096, False), (3072, 1024, True)):
         weight = built.create(in_features, out_features, bias=bias, dtype=BF16)
-        for rows in (1, 8):
-            built.apply(weight, torch.empty(rows, in_features, dtype=BF16, device=META))
+        built.apply(weight, torch.empty(1, in_features, dtype=BF16, device=META))
     built.apply(weight, torch.empty(1, 3072, dtype=BF16, device=META), out_dtype=FP32)
     compiled = launches.compile()
-    assert len(compiled) == 5
+    assert len(compiled) == 3
     for _, kernel in compiled:
         ptx = kernel.asm["ptx"]
         assert "ld.local" not in ptx

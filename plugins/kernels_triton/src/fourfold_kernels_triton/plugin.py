@@ -25,7 +25,7 @@ def fourfold_linear_methods() -> list[LinearMethodEntry]:
         LinearMethodEntry(
             name="triton",
             build=_build_linear,
-            summary="torch.nn.functional, but kernels of its own for a few rows",
+            summary="torch.nn.functional, but a kernel of its own for one row",
             suits=_suits,
         )
     ]

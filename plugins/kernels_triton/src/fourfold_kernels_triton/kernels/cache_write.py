@@ -8,7 +8,7 @@ import triton.language as tl
 from fourfold_kernels_triton.kernels.heads import fetch_heads, turn_heads
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
 def write_cache(
     qkv_ptr,
     cache_ptr,

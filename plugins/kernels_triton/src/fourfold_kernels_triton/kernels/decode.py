@@ -46,7 +46,19 @@ def combine_splits(
     return acc / weight[:, None]
 
 
-@triton.jit(do_not_specialize=["splits", "min_tiles"])
+@triton.jit(
+    do_not_specialize=["table_stride", "splits", "min_tiles"],
+    # Integers that are read one by one: where their tensors start must not make another kernel.
+    do_not_specialize_on_alignment=[
+        "counter_ptr",
+        "query_start_ptr",
+        "lengths_ptr",
+        "table_ptr",
+        "slots_ptr",
+        "positions_ptr",
+        "first_head_ptr",
+    ],
+)
 def attend_decodes(
     qkv_ptr,
     out_ptr,

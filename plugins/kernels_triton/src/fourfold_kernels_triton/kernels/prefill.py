@@ -82,7 +82,11 @@ def attend_tile(
     return highest, weight * kept + tl.sum(chances, axis=1), acc
 
 
-@triton.jit(do_not_specialize=["num_sequences"])
+@triton.jit(
+    do_not_specialize=["table_stride", "num_sequences"],
+    # Integers that are read one by one: where their tensors start must not make another kernel.
+    do_not_specialize_on_alignment=["query_start_ptr", "lengths_ptr", "table_ptr", "positions_ptr", "first_head_ptr"],
+)
 def attend_prompts(
     qkv_ptr,
     out_ptr,

@@ -72,7 +72,7 @@ def argmax_rows(
     combine_best(best, at, width, row, best_ptr, at_ptr, counter_ptr, out_ptr, BLOCKS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["inverse_temperature_ptr", "seeds_ptr", "positions_ptr", "out_ptr"])
 def gumbel_argmax_rows(
     logits_ptr,
     inverse_temperature_ptr,
