@@ -59,24 +59,23 @@ class ErrorReport(msgspec.Struct, frozen=True, array_like=True):
 def run_call(worker: object, content: bytes | bytearray, *, rank: int) -> bytes | None:
     """Run what ``RpcCall.encoded`` gave; the reply, where this rank's is asked for. Raises whatever comes of it."""
     reply = start_call(worker, content, rank=rank)
-    if isinstance(reply, DeferredReply):
-        taken: bytes | None = reply.take()
-        return taken
-    return reply
+    taken: bytes | None = reply.take() if isinstance(reply, DeferredReply) else reply
+    return taken
 
 
 def start_call(worker: object, content: bytes | bytearray, *, rank: int) -> bytes | DeferredReply | None:
-    """The same without waiting for what the worker defers, which brings a ``Reply``."""
+    """``run_call``, but what the worker defers is still to be waited for, whether it is asked for or not."""
     name, args, kwargs, speaker = decode(content)
     result = bind_method(worker, name)(*args, **kwargs)
     wanted = speaker in (None, rank)
-    if isinstance(result, DeferredReply):
-        return DeferredReply(lambda: _reply(result.take(), wanted=wanted))
-    return _reply(result, wanted=wanted)
+    if not isinstance(result, DeferredReply):
+        return encode(result) if wanted else None
 
+    def take() -> bytes | None:
+        value = result.take()
+        return encode(value) if wanted else None
 
-def _reply(result: Any, *, wanted: bool) -> bytes | None:
-    return encode(result) if wanted else None
+    return DeferredReply(take)
 
 
 def report_error(error: Exception, phase: str) -> bytes:

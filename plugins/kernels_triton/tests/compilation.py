@@ -65,7 +65,8 @@ class Launches:
                 signature[param.name], constants[param.name] = "constexpr", value
             elif isinstance(value, torch.Tensor):
                 signature[param.name] = POINTERS[value.dtype]
-                aligned.append(index)
+                if not param.do_not_specialize_on_alignment:
+                    aligned.append(index)
             elif isinstance(value, float):
                 signature[param.name] = "fp32"
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from fourfold.config.engine_config import EngineConfig
 from fourfold.contracts.attention_backend import AttentionMetadata, AttentionSpec
 from fourfold.entries import AttentionContext, ComputeContext
-from fourfold_kernels_triton import attention, operators
+from fourfold_kernels_triton import attention, linear, operators
 
 sys.path.insert(0, str(Path(__file__).parent))
 from compilation import Launches
@@ -30,8 +31,9 @@ UNEVEN = AttentionSpec(num_heads=5, num_kv_heads=2, head_dim=80, scale=0.11, rot
 @pytest.fixture
 def launches(monkeypatch):
     noted = Launches()
-    for module in (attention, operators):
+    for module in (attention, linear, operators):
         monkeypatch.setattr(module, "launch", noted)
+        monkeypatch.setattr(module, "starts_early", lambda device: True)
     monkeypatch.setattr(attention, "multiprocessors", lambda device: 132)
     return noted
 
@@ -84,6 +86,32 @@ def test_attention(launches):
         assert ("wgmma" if name == "attend_prompts" else "mma.sync") in ptx
 
 
+def test_what_is_compiled_ahead_is_what_steps_start(launches, monkeypatch):
+    monkeypatch.setattr(attention, "Compilation", lambda device: launches)
+    monkeypatch.setattr(operators, "Compilation", lambda device: launches)
+    cuda = torch.device("cuda")
+    compute = ComputeContext(config=EngineConfig(), device=META, dtype=BF16)
+    built = operators.TritonOperators(compute)
+    built._device = cuda
+    assert built._compile() is launches
+    for norm in (False, True):
+        context = AttentionContext(config=EngineConfig(), device=META, dtype=BF16, spec=QWEN)
+        backend = attention.TritonAttention(context)
+        backend._context = replace(context, device=cuda)
+        if norm:
+            weight = torch.empty(128, dtype=BF16, device=META)
+            backend.norm_heads(weight, weight, 1e-6)
+        assert backend._compile() is launches
+    ahead, launches.noted = launches.noted, []
+    for norm in (False, True):
+        attend(BF16, QWEN, (1,) * 32, norm=norm)
+        attend(BF16, QWEN, (100, 1), norm=norm)
+    numbers = torch.empty(3, dtype=torch.int64, device=META)
+    built = operators.TritonOperators(compute)
+    built.gumbel_argmax(torch.empty(3, 151936, device=META), torch.empty(3, device=META), numbers, numbers)
+    assert set(launches.noted) == set(ahead)
+
+
 def test_operators(launches):
     for dtype in (BF16, FP32):
         built = operators.TritonOperators(ComputeContext(config=EngineConfig(), device=META, dtype=dtype))
@@ -106,3 +134,19 @@ def test_operators(launches):
         assert "ld.local" not in ptx, f"{name} spills"
         wide = "[24]" if name == "head_rms_norm_rows" else "4"  # four heads are too few for 16 bytes a thread
         assert re.search(rf"ld\.global[.\w]*\.v{wide}", ptx), f"{name} does not read 16 bytes at a time"
+
+
+def test_linear(launches):
+    built = linear.TritonLinearMethod(ComputeContext(config=EngineConfig(), device=META, dtype=BF16))
+    for in_features, out_features, bias in ((1024, 4096, False), (3072, 1024, True)):
+        weight = built.create(in_features, out_features, bias=bias, dtype=BF16)
+        built.apply(weight, torch.empty(1, in_features, dtype=BF16, device=META))
+    built.apply(weight, torch.empty(1, 3072, dtype=BF16, device=META), out_dtype=FP32)
+    compiled = launches.compile()
+    assert len(compiled) == 3
+    for _, kernel in compiled:
+        ptx = kernel.asm["ptx"]
+        assert "ld.local" not in ptx
+        assert re.search(r"ld\.global[.\w]*\.v4", ptx)
+        # Weights are on their way before the kernel waits for the one before.
+        assert ptx.index("ld.global") < ptx.index("griddepcontrol.wait")

@@ -12,7 +12,7 @@ import pytest
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("cases", ["interpreted_attention.py", "interpreted_operators.py"])
+@pytest.mark.parametrize("cases", ["interpreted_attention.py", "interpreted_linear.py", "interpreted_operators.py"])
 def test_interpreted(cases):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / cases)]
     environment = os.environ | {"TRITON_INTERPRET": "1"}

@@ -155,6 +155,32 @@ def test_a_step_that_waits_cannot_be_recorded():
     assert recorder.capture(lambda: x + 1).replay().tolist() == [2.0] * 4
 
 
+def test_what_is_compiled_ahead_is_what_runs():
+    """Nothing is left to compile when a decode and a prompt run for the first time."""
+    from fourfold_kernels_triton.attention import TritonAttention
+    from fourfold_kernels_triton.kernels import cache_write, decode, prefill
+
+    torch.manual_seed(0)
+    suite = Suite()
+    kernels = (cache_write.write_cache, decode.attend_decodes, prefill.attend_prompts)
+
+    def compiled():
+        return [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels]
+
+    spec = replace(QWEN, num_heads=24)  # of no other test
+    backend = TritonAttention(suite.context("bfloat16", spec))
+    backend._compilation.wait()
+    before = compiled()
+    cos_sin = torch.rand(4096, 128, device=DEVICE)
+    cache = torch.zeros(backend.kv_cache_shape(9, BLOCK_SIZE), device=DEVICE, dtype=torch.bfloat16)
+    for batch, tables in ((((5, 1),), [[1]]), (((5, 1), (0, 9)), [[1], [2]])):
+        metadata = suite.metadata(batch, tables)
+        metadata.max_sequence_length = 2240
+        rows = torch.randn(sum(new for _, new in batch), 40 * 128)
+        suite.run(backend, rows, "bfloat16", batch, cache=cache, metadata=metadata, cos_sin=cos_sin)
+    assert compiled() == before
+
+
 def test_sizes_to_record():
     assert list(operators().batch_sizes(20)) == [1, 2, 4, 8, 16, 20]
     sizes = list(operators().batch_sizes(1000))

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fourfold.worker.cpu_device import CpuDevice
+from fourfold.worker.cpu_device import Arrived, CpuDevice, SharedStaging
 
 _HOSTS: Final = 3
 _POISON: Final = 0xAB
@@ -42,14 +42,12 @@ class DeferringDevice(CpuDevice):
         return WithheldFetch(self, tensors)
 
 
-class CopyingStaging:
+class CopyingStaging(SharedStaging):
     """Host buffers in turn, full of nonsense whenever they are claimed."""
 
     def __init__(self, nbytes: int, kept: int) -> None:
-        self.device = torch.zeros(kept + nbytes, dtype=torch.uint8)
-        self.hosts: list[npt.NDArray[np.uint8]] = [
-            torch.zeros(nbytes, dtype=torch.uint8).numpy() for _ in range(_HOSTS)
-        ]
+        super().__init__(nbytes, kept)
+        self.hosts = [np.zeros(nbytes, np.uint8) for _ in range(_HOSTS)]
         self._kept = kept
         self._last = 0
 
@@ -64,14 +62,14 @@ class CopyingStaging:
         self.device[self._kept : self._kept + nbytes] = torch.from_numpy(self.hosts[place][:nbytes])
 
 
-class WithheldFetch:
+class WithheldFetch(Arrived):
     """Values that come when they are waited for."""
 
     def __init__(self, device: DeferringDevice, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__([tensor.detach().clone() for tensor in tensors])
         self._device = device
-        self._values = [tensor.detach().clone() for tensor in tensors]
 
     def wait(self) -> list[npt.NDArray[Any]]:
         """See ``fourfold.worker.device.Fetch``."""
         self._device.waits += 1
-        return [value.numpy() for value in self._values]
+        return super().wait()

@@ -138,14 +138,16 @@ class RankServer:
             return _answer(frame.number, reply)
         if self._deferred is None:
             self._deferred = DeferredReplies(self._send)
-        self._deferred.put(lambda: self._finish(frame, reply))
-        return None
+        phase = self._phase(frame)
 
-    def _finish(self, frame: Frame, reply: DeferredReply) -> Frame:
-        try:
-            return _answer(frame.number, reply.take())
-        except Exception as error:
-            return Frame(Kind.ERROR, frame.number, report_error(error, self._phase(frame)))
+        def finish() -> Frame:
+            try:
+                return _answer(frame.number, reply.take())
+            except Exception as error:
+                return Frame(Kind.ERROR, frame.number, report_error(error, phase))
+
+        self._deferred.put(finish)
+        return None
 
     def _phase(self, frame: Frame) -> str:
         if frame.number < 2:

@@ -6,8 +6,9 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pkgutil import resolve_name
 from typing import Any, Final
 
@@ -65,56 +66,53 @@ class UniprocExecutor(ExecutorShell):
 
     def _call(self, call: RpcCall) -> Any:
         deadline = time.monotonic() + call.timeout
-        return self._taken(call, self._enter(call, deadline), deadline)
+        return self._finish(call, self._begin(call), deadline)
 
     def _start(self, call: RpcCall) -> Future[Any]:
         deadline = time.monotonic() + call.timeout
         future: Future[Any] = Future()
         try:
-            reply = self._enter(call, deadline)
+            reply = self._begin(call)
             if isinstance(reply, DeferredReply):
-                return LaterReply(lambda: self._taken(call, reply, deadline))
-            future.set_result(call.shaped([reply]))
+                return LaterReply(lambda: self._finish(call, reply, deadline))
+            future.set_result(self._finish(call, reply, deadline))
         except Exception as error:
             future.set_exception(error)
         return future
 
-    def _enter(self, call: RpcCall, deadline: float) -> Any:
-        """What the worker's method returns."""
+    def _begin(self, call: RpcCall) -> Any:
+        """The reply, or what the worker defers."""
         if not self._calls.acquire(timeout=call.timeout):
             raise RpcTimeout(call.name, call.timeout, [_RANK])
         try:
             self._check_open(call.name)
-            reply = self._run(call)
+            args = [_travel(value) for value in call.args]
+            kwargs = {key: _travel(value) for key, value in call.kwargs.items()}
+            with self._blamed(call):
+                reply = bind_method(self._worker, call.name)(*args, **kwargs)
+                return reply if isinstance(reply, DeferredReply) else _travel(reply)
         finally:
             self._calls.release()
+
+    def _finish(self, call: RpcCall, reply: Any, deadline: float) -> Any:
+        """What the caller gets, in time."""
+        if isinstance(reply, DeferredReply):
+            self._check_open(call.name)
+            with self._blamed(call):
+                reply = _travel(reply.take())
         if time.monotonic() > deadline:
             raise RpcTimeout(call.name, call.timeout, [_RANK])
-        return reply
+        return call.shaped([reply])
 
-    def _run(self, call: RpcCall) -> Any:
-        args = [_travel(value) for value in call.args]
-        kwargs = {key: _travel(value) for key, value in call.kwargs.items()}
+    @contextmanager
+    def _blamed(self, call: RpcCall) -> Iterator[None]:
+        """What goes wrong inside is the worker's."""
         try:
-            reply = bind_method(self._worker, call.name)(*args, **kwargs)
-            return reply if isinstance(reply, DeferredReply) else _travel(reply)
+            yield
         except SystemExit as error:  # what would end a worker process ends this worker
             raise self._fail(ExecutorFailed(f"rank 0 left with exit code {error.code} in {call.name}")) from error
         except Exception as error:
             raise WorkerError(_RANK, call.name, type(error).__name__, str(error), traceback.format_exc()) from error
-
-    def _taken(self, call: RpcCall, reply: Any, deadline: float) -> Any:
-        """What the caller gets for ``reply``, which the worker may have deferred."""
-        if not isinstance(reply, DeferredReply):
-            return call.shaped([reply])
-        self._check_open(call.name)
-        try:
-            value = _travel(reply.take())
-        except Exception as error:
-            raise WorkerError(_RANK, call.name, type(error).__name__, str(error), traceback.format_exc()) from error
-        if time.monotonic() > deadline:
-            raise RpcTimeout(call.name, call.timeout, [_RANK])
-        return call.shaped([value])
 
 
 class LaterReply(Future[Any]):

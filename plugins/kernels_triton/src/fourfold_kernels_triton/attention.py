@@ -6,13 +6,17 @@ any. Lengths, tables, slots and positions are read on the device when the kernel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import functools
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from fourfold.contracts.attention_backend import AttentionMetadata
 from fourfold.errors import Unsupported
+from fourfold_kernels_triton.compile_ahead import Compilation
 from fourfold_kernels_triton.counters import Counters
 from fourfold_kernels_triton.kernels.cache_write import write_cache
 from fourfold_kernels_triton.kernels.decode import attend_decodes
@@ -21,7 +25,6 @@ from fourfold_kernels_triton.launch import launch, starts_early
 from fourfold_kernels_triton.tiles import decode_tile, multiprocessors, prefill_tile, split_context
 
 if TYPE_CHECKING:
-    from fourfold.contracts.attention_backend import AttentionMetadata
     from fourfold.entries import AttentionContext
 
 MAX_HEAD_DIM: Final = 256
@@ -30,6 +33,10 @@ _SMALLEST_PRODUCT: Final = 16
 """Rows and columns that a matrix product of Triton has at least."""
 _TOKENS_WRITTEN: Final = 16
 """Tokens whose keys and values one program writes."""
+
+
+_LONG: Final = 4096
+"""A context that is cut over programs; kernels are compiled ahead for such."""
 
 
 class _Step(NamedTuple):
@@ -61,12 +68,14 @@ class TritonAttention:
         self._spec = spec
         self._width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         self._group = _power_of_two(max(groups))
+        self._group_size = groups[0] if len(set(groups)) == 1 else 0
         self._padded_dim = max(_power_of_two(spec.head_dim), _SMALLEST_PRODUCT)
         self._first_head = torch.tensor(
             [sum(groups[:index]) for index in range(len(groups) + 1)], dtype=torch.int32, device=context.device
         )
         self._counters = Counters(context.device)
         self._early = starts_early(context.device)
+        self._launch: Callable[..., None] = launch
         self._multiprocessors = multiprocessors(context.device)
         self._query_weight, self._key_weight = self._first_head, self._first_head  # not read without norms
         self._epsilon = self._weight_offset = 0.0
@@ -87,13 +96,17 @@ class TritonAttention:
             "PRECISION": "ieee" if wide else "tf32",  # says nothing to 16-bit products
         }
 
+        self._context = context
+        self._compilation = self._compile()
+
     def norm_heads(
         self, query_weight: torch.Tensor, key_weight: torch.Tensor, epsilon: float, *, weight_offset: float = 0.0
     ) -> None:
         """See ``HeadNorming``; the weights are read at each step."""
         self._query_weight, self._key_weight = query_weight, key_weight
         self._epsilon, self._weight_offset = epsilon, weight_offset
-        self._heads["NORM"] = True
+        self._heads = self._heads | {"NORM": True}
+        self._compilation = self._compile()
 
     def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """[blocks, kv heads, keys and values, block_size, head_dim]: one head of a block is read in one piece."""
@@ -129,9 +142,36 @@ class TritonAttention:
             self._attend_decodes(step)
         return out
 
+    def _compile(self) -> Compilation | None:
+        """Start compiling what a decode step and one with a prompt need, from tensors without content."""
+        context, spec = self._context, self._spec
+        if context.device.type != "cuda":
+            return None
+        compilation = Compilation(context.device)
+        twin = copy.copy(self)
+        twin._launch, twin._compilation = compilation, None
+        empty = functools.partial(torch.empty, device="meta")
+        cache = empty(self.kv_cache_shape(1, context.config.cache.block_size), dtype=context.dtype)
+        cos_sin = empty((1, spec.rotary_dim), dtype=torch.float32) if spec.rotary_dim else None
+        for starts in ([0, 1], [0, 1, 3]):
+            tokens, sequences = starts[-1], len(starts) - 1
+            metadata = AttentionMetadata(
+                query_start=empty(sequences + 1, dtype=torch.int32),
+                sequence_lengths=empty(sequences, dtype=torch.int32),
+                block_table=empty((sequences, _LONG), dtype=torch.int32),
+                slot_mapping=empty(tokens, dtype=torch.int64),
+                max_query_length=tokens - sequences + 1,
+                max_sequence_length=_LONG,
+                query_start_list=starts,
+                sequence_lengths_list=[_LONG] * sequences,
+            )
+            qkv = empty((tokens, self._width), dtype=context.dtype)
+            twin.rotate_and_attend(qkv, empty(tokens, dtype=torch.int64), cos_sin, cache, metadata)
+        return compilation
+
     def _write(self, step: _Step) -> None:
         tokens = step.qkv.shape[0]
-        launch(
+        self._launch(
             write_cache,
             (-(-tokens // _TOKENS_WRITTEN), self._spec.num_kv_heads),
             step.qkv,
@@ -155,7 +195,7 @@ class TritonAttention:
         num_sequences = len(metadata.sequence_lengths_list)
         tile = self._prefill_tile
         tokens = max(tile.rows // self._group, 1)
-        launch(
+        self._launch(
             attend_prompts,
             (step.qkv.shape[0] // tokens + num_sequences, self._spec.num_kv_heads),
             step.qkv,
@@ -197,7 +237,7 @@ class TritonAttention:
             kept = pairs * split.most * self._group
             sums = torch.empty(kept * self._padded_dim, dtype=torch.float32, device=step.qkv.device)
             stats = torch.empty(kept * 2, dtype=torch.float32, device=step.qkv.device)
-        launch(
+        self._launch(
             attend_decodes,
             (self._spec.num_kv_heads, num_sequences, split.most),
             step.qkv,
@@ -228,6 +268,8 @@ class TritonAttention:
             BLOCK_SIZE=step.kv_cache.shape[3],
             TILE=tile.tokens,
             SPLIT=split.most > 1,
+            ALL=metadata.max_query_length == 1 and step.qkv.shape[0] == num_sequences,
+            GROUP_SIZE=self._group_size,
             EARLY=self._early,
             num_warps=tile.warps,
             num_stages=tile.stages,

@@ -36,6 +36,7 @@ class GraphOperators(TritonOperators):
     def capture(self, step: Callable[[], torch.Tensor]) -> RecordedStep:
         """Record ``step`` after running it once, which compiles its kernels and lets libraries allocate.
 
+        Running out of memory is not Unsupported: it is raised as it is.
         The result lies in memory that all recorded steps share: the next replay of any of them overwrites it.
         """
         if self._device.type != "cuda":
@@ -57,7 +58,12 @@ class GraphOperators(TritonOperators):
                     output = step()
                 finally:
                     graph.capture_end()
+        except torch.OutOfMemoryError:
+            self._pool = torch.cuda.graph_pool_handle()
+            raise
         except RuntimeError as error:
+            # The allocator takes a pool whose recording failed for one that still records.
+            self._pool = torch.cuda.graph_pool_handle()
             raise Unsupported(f"the step cannot be recorded as a cuda graph: {error}") from error
         return RecordedStep(graph, _alias(output))
 

@@ -15,12 +15,16 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     sum may become one fused operation unless ``enable_fp_fusion=False``: Triton's default differs between versions.
     With ``EARLY=True`` programs start while the kernel before still runs, and wait for it themselves.
     """
-    if 0 in grid:
-        return
+    if 0 not in grid:
+        kernel[grid](*args, **triton_options(options))
+
+
+def triton_options(options: dict[str, Any]) -> dict[str, Any]:
+    """``options`` of ``launch`` as Triton takes them."""
     options.setdefault("enable_fp_fusion", True)
     if options.get("EARLY"):
         options["launch_pdl"] = True
-    kernel[grid](*args, **options)
+    return options
 
 
 @functools.cache

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from fourfold.errors import Unsupported
+from fourfold_kernels_triton.compile_ahead import Compilation
 from fourfold_kernels_triton.counters import Counters
 from fourfold_kernels_triton.kernels.activations import gated_rows, soft_cap_rows
 from fourfold_kernels_triton.kernels.norms import add_rms_norm_rows, head_rms_norm_rows, rms_norm_rows
@@ -21,6 +24,8 @@ _COLUMNS: Final = 1024
 """Entries of an elementwise program."""
 _VOCABULARY_COLUMNS: Final = 2048
 """Entries of the vocabulary that one program reduces; a row of 151,936 keeps 75 of 132 multiprocessors busy."""
+_FEWEST_BLOCKS: Final = 128
+"""So that one kernel does for all vocabularies of up to 262,144."""
 _HEAD_ENTRIES: Final = 2048
 """Entries of a program that normalises heads."""
 
@@ -32,8 +37,10 @@ class TritonOperators:
         self.dtype = context.dtype
         self._device = context.device
         self._early = starts_early(context.device)
+        self._launch: Callable[..., None] = launch
         self._counters = Counters(context.device)
         self._factors: dict[tuple[float, torch.dtype], float] = {}
+        self._compilation = self._compile()
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, *, weight_offset: float = 0.0
@@ -170,6 +177,18 @@ class TritonOperators:
         self._reduce(log_normalizer_rows, logits, (), torch.float32, out)
         return out
 
+    def _compile(self) -> Compilation | None:
+        """Start compiling the draw, whose kernel takes longest; the others depend on the model's widths."""
+        if self._device.type != "cuda":
+            return None
+        compilation = Compilation(self._device)
+        twin = copy.copy(self)
+        twin._launch, twin._compilation = compilation, None
+        numbers = torch.empty(2, dtype=torch.int64, device="meta")
+        logits = torch.empty(2, 16 * _VOCABULARY_COLUMNS, device="meta")
+        twin.gumbel_argmax(logits, torch.empty(2, device="meta"), numbers, numbers)
+        return compilation
+
     def _reduce(
         self,
         kernel: Any,
@@ -180,11 +199,14 @@ class TritonOperators:
         **options: Any,
     ) -> None:
         """Run a kernel whose blocks leave a float and a ``second`` each, of which their row's last makes ``out``."""
+        if self._compilation is not None:
+            self._compilation.wait()
+            self._compilation = None
         rows, width = logits.shape
         blocks = -(-width // _VOCABULARY_COLUMNS)
-        found = torch.empty(rows * blocks, dtype=torch.float32, device=self._device)
-        beside = torch.empty(rows * blocks, dtype=second, device=self._device)
-        launch(
+        found = torch.empty(rows * blocks, dtype=torch.float32, device=logits.device)
+        beside = torch.empty(rows * blocks, dtype=second, device=logits.device)
+        self._launch(
             kernel,
             (blocks, rows),
             logits,
@@ -196,7 +218,7 @@ class TritonOperators:
             logits.stride(0),
             width,
             BLOCK=_VOCABULARY_COLUMNS,
-            BLOCKS=_power_of_two(blocks),
+            BLOCKS=max(_power_of_two(blocks), _FEWEST_BLOCKS),
             EARLY=self._early,
             **options,
         )

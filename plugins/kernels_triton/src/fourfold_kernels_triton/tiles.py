@@ -42,7 +42,7 @@ def decode_tile(head_dim: int, *, wide: bool) -> Tile:
     """For one token a sequence; ``head_dim`` is padded, ``wide`` is fp32."""
     if wide:
         return Tile(rows=1, tokens=32 if head_dim <= 128 else 16, warps=4, stages=2)
-    return Tile(rows=1, tokens=64 if head_dim <= 128 else 32, warps=4, stages=3)
+    return Tile(rows=1, tokens=min(max(8192 // head_dim, 32), 128), warps=4, stages=2)  # 16 KB of keys
 
 
 def prefill_tile(head_dim: int, *, wide: bool) -> Tile:

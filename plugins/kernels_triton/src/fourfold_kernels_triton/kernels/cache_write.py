@@ -5,10 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fourfold_kernels_triton.kernels.heads import load_heads
+from fourfold_kernels_triton.kernels.heads import fetch_heads, turn_heads
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
 def write_cache(
     qkv_ptr,
     cache_ptr,
@@ -37,23 +37,15 @@ def write_cache(
     positions = tl.load(positions_ptr + tokens, mask=present, other=0)
     written = slots >= 0
     starts = tokens.to(tl.int64) * qkv_stride + (NUM_HEADS + kv_head) * HEAD_DIM
-    keys = load_heads(
-        qkv_ptr,
-        starts,
-        written,
-        weight_ptr,
-        epsilon,
-        weight_offset,
-        cos_sin_ptr,
-        positions,
-        NORM,
-        ROTARY,
-        HEAD_DIM,
-        PADDED_DIM,
+    own, other, weight, other_weight, cos, sin = fetch_heads(
+        qkv_ptr, starts, written, weight_ptr, cos_sin_ptr, positions, NORM, ROTARY, HEAD_DIM, PADDED_DIM
     )
     dims = tl.arange(0, PADDED_DIM)
     mask = written[:, None] & (dims < HEAD_DIM)[None, :]
     values = tl.load(qkv_ptr + (starts + NUM_KV_HEADS * HEAD_DIM)[:, None] + dims[None, :], mask=mask, other=0.0)
+    keys = turn_heads(
+        own, other, weight, other_weight, cos, sin, epsilon, weight_offset, NORM, ROTARY, HEAD_DIM, PADDED_DIM
+    )
     block = slots // BLOCK_SIZE
     rows = ((block * NUM_KV_HEADS + kv_head) * (2 * BLOCK_SIZE) + slots % BLOCK_SIZE) * HEAD_DIM
     at = cache_ptr + rows[:, None] + dims[None, :]

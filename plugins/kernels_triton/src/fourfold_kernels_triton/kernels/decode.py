@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fourfold_kernels_triton.kernels.heads import load_heads
+from fourfold_kernels_triton.kernels.heads import fetch_heads, turn_heads
 from fourfold_kernels_triton.kernels.ordering import last_to_arrive, wait_for_predecessor
 from fourfold_kernels_triton.kernels.scores import cached_rows, scaled
 
@@ -46,7 +46,19 @@ def combine_splits(
     return acc / weight[:, None]
 
 
-@triton.jit(do_not_specialize=["splits", "min_tiles"])
+@triton.jit(
+    do_not_specialize=["table_stride", "splits", "min_tiles"],
+    # Integers that are read one by one: where their tensors start must not make another kernel.
+    do_not_specialize_on_alignment=[
+        "counter_ptr",
+        "query_start_ptr",
+        "lengths_ptr",
+        "table_ptr",
+        "slots_ptr",
+        "positions_ptr",
+        "first_head_ptr",
+    ],
+)
 def attend_decodes(
     qkv_ptr,
     out_ptr,
@@ -78,26 +90,75 @@ def attend_decodes(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
+    ALL: tl.constexpr,
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Grid: kv heads, sequences, splits. Sequences with another number of new tokens than one are left alone.
 
-    GROUP is the most query heads of a kv head, a power of two; ROWS is that or what a matrix product needs. The new
-    token's key and value come from the fused row, not from the cache: the program of the last split writes them there.
+    GROUP is the most query heads of a kv head, a power of two; ROWS is that or what a matrix product needs; GROUP_SIZE
+    is what all kv heads have, 0 where they differ. ALL: every sequence has one token. The new token's key and value
+    come from the fused row, not from the cache: the program of the last split writes them there.
     """
     wait_for_predecessor(EARLY)
     kv_head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    token = tl.load(query_start_ptr + sequence)
-    if tl.load(query_start_ptr + sequence + 1) - token != 1:
-        return
+    # A program is short, and its time is that of one load after the other: all are asked for as early as can be.
     length = tl.load(lengths_ptr + sequence)
+    if ALL:
+        token = sequence
+    else:
+        token = tl.load(query_start_ptr + sequence)
+        if tl.load(query_start_ptr + sequence + 1) - token != 1:
+            return
+    if GROUP_SIZE > 0:
+        first_head = kv_head * GROUP_SIZE
+        group_size = GROUP_SIZE
+    else:
+        first_head = tl.load(first_head_ptr + kv_head)
+        group_size = tl.load(first_head_ptr + kv_head + 1) - first_head
+    rows = tl.arange(0, ROWS)
+    one = tl.arange(0, 1)
+    dims = tl.arange(0, PADDED_DIM)
+    held = dims < HEAD_DIM
+    position = tl.load(positions_ptr + token)
+    slot = tl.load(slots_ptr + token + one)
+    row_start = token.to(tl.int64) * qkv_stride
+    key_start = row_start + (NUM_HEADS + kv_head) * HEAD_DIM + one
+    value_at = qkv_ptr + (key_start + NUM_KV_HEADS * HEAD_DIM)[:, None] + dims[None, :]
+    value = tl.load(value_at, mask=held[None, :], other=0.0)
+    query_starts = row_start + (first_head + rows) * HEAD_DIM
+    q_own, q_other, q_weight, q_other_weight, q_cos, q_sin = fetch_heads(
+        qkv_ptr,
+        query_starts,
+        rows < group_size,
+        query_weight_ptr,
+        cos_sin_ptr,
+        position + rows * 0,
+        NORM,
+        ROTARY,
+        HEAD_DIM,
+        PADDED_DIM,
+    )
+    k_own, k_other, k_weight, k_other_weight, k_cos, k_sin = fetch_heads(
+        qkv_ptr,
+        key_start,
+        one == 0,
+        key_weight_ptr,
+        cos_sin_ptr,
+        position + one * 0,
+        NORM,
+        ROTARY,
+        HEAD_DIM,
+        PADDED_DIM,
+    )
+
     cached = length - 1
     low = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
     first_tile = low // TILE
@@ -107,22 +168,29 @@ def attend_decodes(
     active = tl.maximum(tl.cdiv(tiles, per_split), 1)
     if split >= active:
         return
-    first_head = tl.load(first_head_ptr + kv_head)
-    group_size = tl.load(first_head_ptr + kv_head + 1) - first_head
-    position = tl.load(positions_ptr + token)
-    rows = tl.arange(0, ROWS)
-    dims = tl.arange(0, PADDED_DIM)
-    held = dims < HEAD_DIM
-    row_start = token.to(tl.int64) * qkv_stride
-    query = load_heads(
-        qkv_ptr,
-        row_start + (first_head + rows) * HEAD_DIM,
-        rows < group_size,
-        query_weight_ptr,
+    query = turn_heads(
+        q_own,
+        q_other,
+        q_weight,
+        q_other_weight,
+        q_cos,
+        q_sin,
         epsilon,
         weight_offset,
-        cos_sin_ptr,
-        position + rows * 0,
+        NORM,
+        ROTARY,
+        HEAD_DIM,
+        PADDED_DIM,
+    )
+    key = turn_heads(
+        k_own,
+        k_other,
+        k_weight,
+        k_other_weight,
+        k_cos,
+        k_sin,
+        epsilon,
+        weight_offset,
         NORM,
         ROTARY,
         HEAD_DIM,
@@ -130,28 +198,9 @@ def attend_decodes(
     )
 
     # The new token: the first of the running softmax of the last split.
-    one = tl.arange(0, 1)
     own = one + split == active - 1
-    key_start = row_start + (NUM_HEADS + kv_head) * HEAD_DIM + one
-    key = load_heads(
-        qkv_ptr,
-        key_start,
-        own,
-        key_weight_ptr,
-        epsilon,
-        weight_offset,
-        cos_sin_ptr,
-        position + one * 0,
-        NORM,
-        ROTARY,
-        HEAD_DIM,
-        PADDED_DIM,
-    )
     stored_key = key.to(cache_ptr.dtype.element_ty)
-    value_at = qkv_ptr + (key_start + NUM_KV_HEADS * HEAD_DIM)[:, None] + dims[None, :]
-    value = tl.load(value_at, mask=held[None, :] & own[:, None], other=0.0)
     stored_value = value.to(cache_ptr.dtype.element_ty)
-    slot = tl.load(slots_ptr + token + one)
     written = held[None, :] & (own & (slot >= 0))[:, None]
     slot_row = ((slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * (2 * BLOCK_SIZE) + slot % BLOCK_SIZE) * HEAD_DIM
     slot_at = cache_ptr + slot_row[:, None] + dims[None, :]
@@ -160,7 +209,7 @@ def attend_decodes(
     fresh = scaled(tl.sum(query * stored_key.to(tl.float32), axis=1), scale, soft_cap, SOFT_CAP)
     top = tl.where(own, fresh, float("-inf"))
     weight = tl.where(own, 1.0, 0.0) + tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, PADDED_DIM), tl.float32) + stored_value.to(tl.float32)
+    acc = tl.zeros((ROWS, PADDED_DIM), tl.float32) + tl.where(own[:, None], stored_value.to(tl.float32), 0.0)
 
     query = query.to(qkv_ptr.dtype.element_ty)
     start = first_tile + split * per_split

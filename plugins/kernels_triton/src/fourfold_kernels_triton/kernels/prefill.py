@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fourfold_kernels_triton.kernels.heads import load_heads
+from fourfold_kernels_triton.kernels.heads import fetch_heads, turn_heads
 from fourfold_kernels_triton.kernels.scores import cached_rows, scaled
 
 
@@ -82,7 +82,11 @@ def attend_tile(
     return highest, weight * kept + tl.sum(chances, axis=1), acc
 
 
-@triton.jit(do_not_specialize=["num_sequences"])
+@triton.jit(
+    do_not_specialize=["table_stride", "num_sequences"],
+    # Integers that are read one by one: where their tensors start must not make another kernel.
+    do_not_specialize_on_alignment=["query_start_ptr", "lengths_ptr", "table_ptr", "positions_ptr", "first_head_ptr"],
+)
 def attend_prompts(
     qkv_ptr,
     out_ptr,
@@ -139,19 +143,20 @@ def attend_prompts(
     tokens = first_token + queries
     positions = tl.load(positions_ptr + tokens, mask=present, other=0)
     heads = first_head + rows % GROUP
-    query = load_heads(
+    own, other, turned_weight, other_weight, cos, sin = fetch_heads(
         qkv_ptr,
         tokens.to(tl.int64) * qkv_stride + heads * HEAD_DIM,
         present,
         query_weight_ptr,
-        epsilon,
-        weight_offset,
         cos_sin_ptr,
         positions,
         NORM,
         ROTARY,
         HEAD_DIM,
         PADDED_DIM,
+    )
+    query = turn_heads(
+        own, other, turned_weight, other_weight, cos, sin, epsilon, weight_offset, NORM, ROTARY, HEAD_DIM, PADDED_DIM
     ).to(qkv_ptr.dtype.element_ty)
     reach = computed + queries
     stop = tl.minimum(computed + first_query + TOKENS, length)

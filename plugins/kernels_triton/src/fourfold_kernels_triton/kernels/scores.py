@@ -29,7 +29,8 @@ def cached_rows(
 @triton.jit
 def scaled(products, scale, soft_cap, SOFT_CAP: tl.constexpr):
     """Scores in base 2: what tl.exp2 takes where the softmax is written with exp."""
-    scores = products * scale
     if SOFT_CAP:
-        scores = soft_cap * tanh(scores / soft_cap)
-    return scores * 1.4426950408889634  # 1 / ln(2)
+        scores = (soft_cap * 1.4426950408889634) * tanh(products * (scale / soft_cap))  # 1 / ln(2)
+    else:
+        scores = products * (scale * 1.4426950408889634)
+    return scores
