@@ -109,7 +109,7 @@ class _DecodeStep:
     def choose_tokens(self, local: torch.Tensor) -> None:
         logits = self._decoder.collect_logits(local)
         if self._group.is_first:
-            self._device.finite_rows(logits)
+            self._device.broken_rows(logits)
             self._decoder.operators.argmax(logits)
 
 
