@@ -112,6 +112,9 @@ class Scheduler:
                 continue
             if request.num_tokens - request.num_computed > 1:
                 prefilling.append(request)
+            elif request.num_computed < request.block_capacity:
+                self._put_next(batch, request)
+                budget -= 1
             elif self._continue(batch, request, 1):
                 budget -= 1
         for request in prefilling:
@@ -225,6 +228,16 @@ class Scheduler:
         batch.message.scheduled.append(
             ScheduledRequest(request.slot, count, start, blocks, reset_blocks=reset_blocks, samples=samples)
         )
+
+    def _put_next(self, batch: Batch, request: Request) -> None:
+        """``_put`` for the one token that most steps add to most requests."""
+        start = request.num_computed
+        request.num_computed = start + 1
+        request.num_tokens += 1
+        request.num_in_flight += 1
+        request.scheduled_step = self._next_step
+        batch.requests.append(request)
+        batch.message.scheduled.append(ScheduledRequest(request.slot, 1, start, self._cache.no_blocks))
 
     # --- a step comes back ---------------------------------------------------------------------------------------
 
