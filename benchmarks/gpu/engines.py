@@ -62,6 +62,8 @@ class Peer:
         for name, value in {
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "NCCL_IB_DISABLE": "1",
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
             "VLLM_USE_DEEP_GEMM": "0",
             "TVM_FFI_DISABLE_TORCH_C_DLPACK": "1",

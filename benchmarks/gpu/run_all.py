@@ -12,6 +12,7 @@ import logging
 import sys
 import time
 from importlib import import_module
+from pathlib import Path
 
 from figure import MARK, build, call, in_child
 from peer_figures import AIMS, RECORDED
@@ -51,10 +52,13 @@ def _run_one(engine_name: str, model: str, figures: list[str]) -> None:
     logging.basicConfig(
         level=logging.INFO, format="%(relativeCreated)6d ms: %(message)s"
     )  # what the engine chose is part of the record
+    measures = {figure: import_module(figure).measure for figure in figures}
+    # The files beside this one must not be taken for packages of the same names that an engine looks for.
+    sys.path.remove(str(Path(__file__).parent))
     engine = build(engine_name, model)
-    for figure in figures:
+    for figure, measure in measures.items():
         began = time.perf_counter()
-        print(MARK + json.dumps(call(import_module(figure).measure, engine, model)), flush=True)
+        print(MARK + json.dumps(call(measure, engine, model)), flush=True)
         print(f"{figure} took {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
 
 

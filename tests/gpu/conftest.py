@@ -43,7 +43,7 @@ def _needs_cuda() -> None:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with random weights, large enough in their values that greedy texts do not repeat."""
+    """A folder with random weights, large enough that greedy texts do not repeat, and logits of a usual size."""
     import torch
     from safetensors.torch import save_file
 
@@ -54,7 +54,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return torch.randn(*shape, generator=generator) / math.sqrt(shape[-1])
 
     hidden, width, heads, kv_heads, dim = 256, 512, 8, 2, 64
-    tensors = {"model.embed_tokens.weight": random(VOCABULARY, hidden) * 16, "model.norm.weight": torch.ones(hidden)}
+    tensors = {
+        "model.embed_tokens.weight": random(VOCABULARY, hidden) * 16,
+        "model.norm.weight": torch.ones(hidden) / 8,
+    }
     for layer in range(4):
         prefix = f"model.layers.{layer}."
         tensors |= {

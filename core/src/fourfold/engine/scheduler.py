@@ -120,7 +120,7 @@ class Scheduler:
         # Decodes first: a long prompt must not delay tokens of others.
         share = self._share(num_decoding)
         for request in decoding if len(decoding) <= share else sorted(decoding, key=attrgetter("scheduled_step")):
-            if share and request.status is Status.RUNNING and self._continue(batch, request, 1):
+            if share and request.status is Status.RUNNING and self._decode(batch, request):
                 budget -= 1
                 share -= 1
         for request in prefilling:
@@ -244,6 +244,23 @@ class Scheduler:
         batch.message.scheduled.append(
             ScheduledRequest(request.slot, count, start, blocks, reset_blocks=reset_blocks, samples=samples)
         )
+
+    def _decode(self, batch: Batch, request: Request) -> int:
+        """Let ``request`` compute one token; 0 where it must wait for blocks."""
+        if request.num_computed >= request.block_capacity:
+            return self._continue(batch, request, 1)
+        self._put_next(batch, request)
+        return 1
+
+    def _put_next(self, batch: Batch, request: Request) -> None:
+        """``_put`` for the one token that most steps add to most requests."""
+        start = request.num_computed
+        request.num_computed = start + 1
+        request.num_tokens += 1
+        request.num_in_flight += 1
+        request.scheduled_step = self._next_step
+        batch.requests.append(request)
+        batch.message.scheduled.append(ScheduledRequest(request.slot, 1, start, self._cache.no_blocks))
 
     # --- a step comes back ---------------------------------------------------------------------------------------
 

@@ -74,6 +74,8 @@ class RequestState:
             if request.reset_blocks:
                 for table in self.block_tables:
                     table.lengths[request.slot] = 0
+            elif not any(request.new_blocks):
+                continue
             for table, blocks in zip(self.block_tables, request.new_blocks):
                 if blocks:
                     table.append(request.slot, blocks)
