@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,6 +31,7 @@ GRACE: Final = 1.0
 LIBRARY_GRACE: Final = 60.0
 """Seconds after which the library ends the process if nobody has asked what became of its work: the last resort."""
 CLOSE_SECONDS: Final = 10.0
+ABORT_SECONDS: Final = 5.0
 _ALIGNMENT: Final = 16
 
 log = logging.getLogger(__name__)
@@ -161,10 +163,7 @@ class NcclCommunicator(ProcessGroupCommunicator):
             for group in groups:
                 group.shutdown()
 
-        ender = threading.Thread(target=end, name="nccl-close", daemon=True)
-        ender.start()
-        ender.join(CLOSE_SECONDS)
-        if ender.is_alive():
+        if not _done_within(CLOSE_SECONDS, end):
             log.warning("group %s: nccl is still busy, perhaps with a graph that was kept", self._context.group)
 
     def _meet(self) -> None:
@@ -179,10 +178,7 @@ class NcclCommunicator(ProcessGroupCommunicator):
         """Until the current stream is done, or for as long as the context says: then its work is abandoned."""
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
-        waiter = threading.Thread(target=done.synchronize, name="nccl-wait", daemon=True)
-        waiter.start()
-        waiter.join(self._context.timeout + GRACE)
-        if waiter.is_alive():
+        if not _done_within(self._context.timeout + GRACE, done.synchronize):
             self._abandon()
             peers = [rank for rank in range(self.world_size) if rank != self.rank]
             self._broken = self.timed_out(operation, TimeoutError("the device is not done"), peers)
@@ -190,10 +186,15 @@ class NcclCommunicator(ProcessGroupCommunicator):
 
     def _abandon(self) -> None:
         """End what NCCL runs on the device, so that the process and the device stay usable."""
-        for group in (self._group, self._upwards):
-            if group is not None:
-                group.abort()
+        groups = [group for group in (self._group, self._upwards) if group is not None]
         self._group = self._upwards = None
+
+        def end() -> None:
+            for group in groups:
+                group.abort()
+
+        if not _done_within(ABORT_SECONDS, end):
+            log.warning("group %s: nccl does not let go of the device", self._context.group)
 
     def _open(self) -> Any:
         if self.fast_path is not None and self.fast_path.custom.failed and self._broken is None:
@@ -226,6 +227,14 @@ def _connect(context: CommunicatorContext, name: str, rank: int, world_size: int
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=context.timeout + LIBRARY_GRACE)
     return dist.ProcessGroupNCCL(scoped(context.store, name), rank, world_size, options)
+
+
+def _done_within(seconds: float, work: Callable[[], object]) -> bool:
+    """Whether ``work`` ends in time; else it goes on, on a thread that keeps no process alive."""
+    worker = threading.Thread(target=work, name="nccl", daemon=True)
+    worker.start()
+    worker.join(seconds)
+    return not worker.is_alive()
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
