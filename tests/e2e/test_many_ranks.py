@@ -82,7 +82,7 @@ STALL = 2.0
 LOST = {
     signal.SIGKILL: (r"rank 1 was killed by signal 9 \(SIGKILL\) during execute_model", 0.0),
     # Whoever waits for the rank may be first to say so.
-    signal.SIGSTOP: (r"rank 1 was stopped by a signal for 2 s during execute_model|from rank\(s\) 1$", 1.5 * STALL),
+    signal.SIGSTOP: (r"rank 1 was stopped by a signal for 2 s during execute_model|from rank\(s\) 1\b", 1.5 * STALL),
 }
 
 

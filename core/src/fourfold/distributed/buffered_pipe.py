@@ -58,7 +58,7 @@ class BufferedReceiver:
     def __init__(self, start: Start, *, nbytes: int, depth: int) -> None:
         self._start = start
         self._slots = [torch.empty(_LENGTH_BYTES + nbytes, dtype=torch.uint8) for _ in range(depth)]
-        self._handles = [start(slot) for slot in self._slots]
+        self._handles: list[Handle] = [start(slot) for slot in self._slots]
         self._next = 0
         self._emptied: int | None = None
 
@@ -67,7 +67,7 @@ class BufferedReceiver:
         refuse_recording("receive")
         place = self._next % open_depth(self._slots)
         if self._emptied is not None:  # only now: there is time while this one is waited for
-            self._handles[self._emptied] = self._start(self._slots[self._emptied])
+            self._handles[self._emptied] = self._post(self._slots[self._emptied])
         self._handles[place].wait()
         slot = self._slots[place]
         length = int(slot[:_LENGTH_BYTES].view(torch.int64)[0])
@@ -81,6 +81,23 @@ class BufferedReceiver:
         """See Receiver."""
         self._slots.clear()
         self._handles.clear()
+
+    def _post(self, slot: torch.Tensor) -> Handle:
+        try:
+            return self._start(slot)
+        except RuntimeError as error:
+            return _Gone(error)
+
+
+class _Gone:
+    """A receive from a sender that has gone. What it sent before is still to be taken, so only this one fails."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self, timeout: float | None = None) -> None:
+        """See Handle."""
+        raise self._error
 
 
 def open_depth(slots: Sequence[torch.Tensor]) -> int:
