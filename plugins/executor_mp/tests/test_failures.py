@@ -106,7 +106,7 @@ def test_a_rank_that_a_signal_stops_is_named_by_the_stall_limit(start: Start, pl
     executor.on_failure(failures.append)
     executor.on_failure(lambda error: told.set())
     ranks = pids(executor)
-    future = executor.collective_rpc("wait", args=(30, 0), non_block=True) if place == "during wait" else None
+    future = executor.collective_rpc("wait", args=(30, 1), non_block=True) if place == "during wait" else None
     os.kill(ranks[1], signal.SIGSTOP)
     assert told.wait(PROMPTLY)
     text = f"rank 1 was stopped by a signal for 0.4 s {place}"
