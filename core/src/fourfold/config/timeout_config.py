@@ -16,7 +16,8 @@ class TimeoutConfig:
     rpc_timeout: float = 300.0
     """One call to the workers."""
     stall_timeout: float = 60.0
-    """/health answers 503 when a request is running and no step has finished for this long."""
+    """/health answers 503 when a request is running and no step has finished for this long, and a worker that a signal
+    has stopped for as long is ended."""
     self_test_timeout: float = 10.0
     """What connects the ranks must move the right data within this time, or the next one is taken."""
     drain_timeout: float = 30.0
