@@ -19,6 +19,7 @@ from fourfold.layers.linear import (
 )
 from fourfold.layers.partition import cut_features, cut_heads
 from fourfold.layers.torch_linear import TorchLinearMethod
+from fourfold.layers.torch_operators import TorchOperators
 from fourfold.layers.vocabulary import ParallelHead, VocabParallelEmbedding
 
 CPU = torch.device("cpu")
@@ -172,3 +173,40 @@ def test_untied_head() -> None:
     logits = head(hidden)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, hidden @ table.T)
+
+
+class Gathered:
+    """A communicator that notes what the ranks give in a first round, and gives all of it in a second one."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.parts: list[torch.Tensor] = []
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        if len(self.parts) < self.world_size:
+            self.parts.append(tensor)
+            return tensor.repeat(self.world_size, 1)
+        return torch.cat(self.parts)
+
+
+@worlds
+def test_the_best_token_needs_no_whole_logits(world_size: int) -> None:
+    table, hidden = random(131, HIDDEN), random(6, HIDDEN)
+    table[[7, 64, 130]] = table[[7, 64, 130]].sum(0)  # equal logits on several ranks: the first id is taken
+    hidden[0] = table[7] * 9
+    expected = (hidden @ table.T).argmax(-1)
+    assert expected[0] == 7
+    operators = TorchOperators(ComputeContext(config=EngineConfig(), device=CPU, dtype=torch.float32))
+    gathered = Gathered(world_size)
+    for round_ in range(2):
+        for rank in range(world_size):
+            head = ParallelHead(
+                replace(context(rank, world_size, HIDDEN, (131,)), communicator=gathered if world_size > 1 else None)
+            )
+            head.load("weight", table)
+            part = head.shard(hidden)
+            broken = torch.tensor([False] * 5 + [rank == world_size - 1])
+            token_ids, over_all = head.best(part, broken, operators)
+            if round_ or world_size == 1:
+                assert token_ids[:5].tolist() == expected[:5].tolist()
+                assert over_all.tolist() == [False] * 5 + [True]

@@ -75,6 +75,9 @@ class HistoryModel:
     def collect_logits(self, local: torch.Tensor) -> torch.Tensor:
         return local
 
+    def best_tokens(self, local: torch.Tensor, broken: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return local.argmax(-1), broken
+
     def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self.logit_rows.append(len(hidden))
         ids = torch.arange(VOCABULARY, dtype=torch.float64)

@@ -79,6 +79,7 @@ class StageOfHistory:
         self.operators = self._history.operators
         self.kv_cache_specs, self.kv_cache_shape = self._history.kv_cache_specs, self._history.kv_cache_shape
         self.collect_logits, self.local_logits = self._history.collect_logits, self._history.local_logits
+        self.best_tokens = self._history.best_tokens
         self.widths: list[int] = []
         self._embedded: dict[int, torch.Tensor] = {}
 

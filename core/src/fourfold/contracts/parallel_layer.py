@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import torch
 
     from fourfold.contracts.linear_method import LinearWeight
+    from fourfold.contracts.operators import Operators
 
 LayerKind = Literal["column", "row", "merged_column", "qkv", "vocab_embedding", "head", "moe"]
 
@@ -38,6 +39,13 @@ class HeadLayer(ParallelLayer, Protocol):
 
     def collect(self, shard: torch.Tensor) -> torch.Tensor:
         """This rank's part -> fp32 [R, V] on the group's first rank, [0, V] on the others."""
+
+    def best(
+        self, shard: torch.Tensor, broken: torch.Tensor, operators: Operators
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What ``shard`` gave, and bool [R] where it is not finite -> int64 [R], each row's first largest logit,
+        and bool [R] where any rank's part is not finite; on all ranks.
+        """
 
 
 class TensorSlices(Protocol):

@@ -13,6 +13,7 @@ from fourfold.layers.partition import vocabulary_rows
 
 if TYPE_CHECKING:
     from fourfold.contracts.linear_method import LinearMethod, LinearWeight
+    from fourfold.contracts.operators import Operators
     from fourfold.contracts.parallel_layer import TensorSlices
     from fourfold.entries import ParallelLayerContext
 
@@ -85,6 +86,30 @@ class ParallelHead:
         whole = self._whole[:rows]
         self._communicator.gather(shard, destination=0, out=torch.split(whole, width, dim=1))
         return whole[:, : self._vocab_size]
+
+    def best(
+        self, shard: torch.Tensor, broken: torch.Tensor, operators: Operators
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The id of each row's largest logit, the first of equal ones, without bringing the logits together.
+
+        ``shard`` is what ``shard`` gave, ``broken`` bool [R] says where this rank's part is not finite. Returns int64
+        [R], and bool [R] over all parts, both on every rank.
+        """
+        first, held = self._shard.first, self._shard.stop - self._shard.first
+        value = shard.new_full((len(shard),), -torch.inf)
+        token_ids = torch.zeros(len(shard), dtype=torch.int64, device=shard.device)
+        if held:  # else there are more ranks than the vocabulary needs
+            whole = shard if held == shard.shape[1] else shard[:, :held].contiguous()
+            token_ids = operators.argmax(whole)
+            value = whole.gather(1, token_ids[:, None])[:, 0]
+        if self._communicator is None:
+            return token_ids, broken
+        # fp32 holds every id below 2**24 exactly.
+        mine = torch.stack([value.masked_fill(broken, torch.nan), (token_ids + first).float()])
+        parts = self._communicator.all_gather(mine).view(self._communicator.world_size, 2, len(shard))
+        values, ids = parts.unbind(1)
+        chosen = ids.gather(0, values.argmax(0, keepdim=True))[0]
+        return chosen.long(), values.isnan().any(0)
 
 
 class _VocabularyShard:

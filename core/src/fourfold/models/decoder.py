@@ -132,6 +132,12 @@ class Decoder:
         """What ``local_logits`` gave on every rank -> what ``logits`` returns; the next call may overwrite it."""
         return self._last().collect(local)
 
+    def best_tokens(self, local: torch.Tensor, broken: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What ``local_logits`` gave, and bool [R] where it is not finite -> int64 [R], the largest logit, and
+        bool [R] over all ranks; on all of them.
+        """
+        return self._last().best(local, broken, self.operators)
+
     def kv_cache_shape(self, layer: int, num_blocks: int) -> tuple[int, ...]:
         """Shape of one layer's cache tensor, in ``dtype``; ``layer`` is its number in the whole model."""
         return self._layers[self.stage.layers.index(layer)].parts.attention.kv_cache_shape(num_blocks, self._block_size)

@@ -79,6 +79,9 @@ class Model(Protocol):
     def collect_logits(self, local: torch.Tensor) -> torch.Tensor:
         """What all ranks' ``local_logits`` gave -> fp32 [R, V] on the first rank that shares the layers."""
 
+    def best_tokens(self, local: torch.Tensor, broken: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``local_logits`` and bool [R] where they are not finite -> int64 [R] and bool [R] for all ranks, on all."""
+
     def kv_cache_specs(self) -> dict[int, KVCacheSpec]:
         """Of this rank's layers, in order."""
 
@@ -240,7 +243,7 @@ class ModelRunner:
         count = len(slots)
         if self._draws_ahead and self._sampler.is_plain(slots):
             return Sampled(self._drawn[:count], self._drawn[:count], None, _NO_SLOTS)
-        return self._sample(self._model.collect_logits(local[:count]), slots, self._buffers.sampling(count))
+        return self._sample(local[:count], slots, self._buffers.sampling(count))
 
     def _run_plainly(self, plan: StepPlan, slots: Int64, prompts: dict[int, list[LogprobRows]]) -> Sampled | None:
         """Run the step that the buffers hold, one operation at a time; None if it samples nothing.
@@ -255,11 +258,21 @@ class ModelRunner:
             return None
         if len(plan.sampling) != plan.num_tokens:
             hidden = hidden[self._device.upload(plan.query_start[1:][plan.sampling] - 1)]
-        return self._sample(self._logits(hidden), slots, inputs.sampling)
+        return self._sample(self._model.local_logits(hidden), slots, inputs.sampling)
 
-    def _sample(self, logits: torch.Tensor, slots: Int64, inputs: SamplingInputs) -> Sampled:
-        """Ids of the first rank's sampling on all of them, so that they stay alike."""
+    def _sample(self, local: torch.Tensor, slots: Int64, inputs: SamplingInputs) -> Sampled:
+        """The same ids on all ranks; ``local`` is each one's part of the logits."""
+        sampled = self._choose(local, slots, inputs)
+        if self._device.asynchronous:
+            self._buffers.keep(inputs.slots, sampled.token_ids)
+        return sampled
+
+    def _choose(self, local: torch.Tensor, slots: Int64, inputs: SamplingInputs) -> Sampled:
         tp = self._parallel.tp
+        if tp.world_size > 1 and self._sampler.is_greedy(slots):  # then nobody needs all logits
+            token_ids, broken = self._model.best_tokens(local, self._device.broken_rows(local))
+            return Sampled(token_ids, token_ids.masked_fill(broken, -1), None, _NO_SLOTS)
+        logits = self._model.collect_logits(local)
         if tp.is_first:
             if self._sampler.looks_back(slots):
                 self._count_owed()
@@ -270,8 +283,6 @@ class ModelRunner:
         if tp.world_size > 1:
             token_ids = tp.broadcast(sampled.token_ids)
             sampled = sampled._replace(token_ids=token_ids, codes=sampled.codes if tp.is_first else token_ids)
-        if self._device.asynchronous:
-            self._buffers.keep(inputs.slots, sampled.token_ids)
         return sampled
 
     def _note(self, launched: LaunchedStep, slots: Int64, sampled: Sampled) -> None:

@@ -46,6 +46,10 @@ class Sampler:
         # On an asynchronous device the host must not look at values to decide how much there is to do.
         self._truncate = truncate_sorted if device.asynchronous else truncate
 
+    def is_greedy(self, slots: Int64) -> bool:
+        """Whether the largest logit is all that these requests need."""
+        return not np.bitwise_or.reduce(self._state.rows["features"][slots])
+
     def is_plain(self, slots: Int64) -> bool:
         """Whether ``plain`` is all that these requests need."""
         return not int(np.bitwise_or.reduce(self._state.rows["features"][slots])) & ~Feature.RANDOM
