@@ -47,7 +47,7 @@ class Entry(Generic[Product]):
     """One named thing that a plugin offers."""
 
     name: str
-    """Lowercase letters, digits and underscores; what a user types."""
+    """Lowercase letters, digits, dashes and underscores; what a user types."""
     build: Callable[[Any], Product]
     """Called with one context object; heavy imports belong inside."""
     summary: str = ""
@@ -148,6 +148,10 @@ class LoadBalancerContext:
     """What a load balancer needs."""
 
     num_engines: int
+    seed: int = 0
+    """Of its random choices; each API server has another, so that they do not all begin with the same engine."""
+    block_size: int = 16
+    """Tokens of a block, which a mark of ``BalancedRequest`` stands for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 import zmq
 
+from fourfold.balancers.least_work import LeastWork
 from fourfold.client.engine_client import EngineClient
-from fourfold.client.engine_link import EngineState
-from fourfold.client.load_balancers import LeastTokens
+from fourfold.contracts.load_balancer import EngineState
 from fourfold.entries import LoadBalancerContext
 from fourfold.errors import EngineError, ExecutorFailed, RequestError
 from fourfold.messages import (
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @asynccontextmanager
 async def started_client(run_directory: Path, num_engines: int = 1, **options: float) -> AsyncIterator[EngineClient]:
-    balancer = LeastTokens(LoadBalancerContext(num_engines=num_engines))
+    balancer = LeastWork(LoadBalancerContext(num_engines=num_engines))
     client = EngineClient(run_directory, 0, num_engines, balancer, **options)
     await client.start()
     try:

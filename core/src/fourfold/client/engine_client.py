@@ -16,9 +16,11 @@ from typing import Any
 import msgspec
 import zmq
 
-from fourfold.client.engine_link import LINGER_MILLISECONDS, EngineLink, EngineState
+from fourfold.client.engine_link import LINGER_MILLISECONDS, EngineLink
+from fourfold.client.load_table import LoadTable
 from fourfold.client.request_stream import RequestStream
-from fourfold.contracts.load_balancer import BalancedRequest, EngineLoad, LoadBalancer
+from fourfold.contracts.load_balancer import BalancedRequest, EngineLoads, EngineState, LoadBalancer
+from fourfold.engine.prefix_cache import prompt_marks, read_marks
 from fourfold.errors import EngineError, ExecutorFailed, RequestError
 from fourfold.messages import (
     AbortRequests,
@@ -28,6 +30,7 @@ from fourfold.messages import (
     EngineMessage,
     EngineOutputs,
     EngineReady,
+    EngineStats,
     FinishReason,
     RequestOutput,
     UtilityReply,
@@ -50,14 +53,17 @@ class EngineClient:
         num_engines: int,
         balancer: LoadBalancer,
         *,
+        block_size: int = 16,
         utility_timeout: float = 60.0,
     ) -> None:
         self.api_index = api_index
         self._address = f"ipc://{run_directory}/api-{api_index}"
         self._balancer = balancer
+        self._block_size = block_size
         self._utility_timeout = utility_timeout
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._links = [EngineLink(self._context, run_directory, engine) for engine in range(num_engines)]
+        self._table = LoadTable(num_engines, api_index)
+        self._links = [EngineLink(self._context, run_directory, engine, self._table) for engine in range(num_engines)]
         self._decoder = msgspec.msgpack.Decoder(EngineMessage)
         self._requests: dict[str, _InFlight] = {}
         self._utilities: dict[int, _Utility] = {}
@@ -91,17 +97,11 @@ class EngineClient:
         """
         if request.request_id in self._requests:
             raise EngineError(f"request id {request.request_id!r} is in use")
-        loads = [link.load for link in self._links if link.state is EngineState.READY]
-        if not loads:
-            raise RequestError(f"no engine is ready: {self._describe_states()}", status=503)
         max_tokens = request.sampling.max_tokens or 0
-        engine = self._balancer.choose(
-            BalancedRequest(
-                prompt_token_ids=request.prompt_token_ids, max_tokens=max_tokens, cache_salt=request.cache_salt
-            ),
-            loads,
-        )
+        engine = self._balancer.choose(self._balanced(request, max_tokens), self.loads)
         link = self._links[engine]
+        if link.state is not EngineState.READY:
+            raise EngineError(f"the load balancer chose engine {engine}, which is {link.state}; use another one")
         link.send(request)
         in_flight = _InFlight(link, receiver, len(request.prompt_token_ids), max_tokens)
         self._requests[request.request_id] = in_flight
@@ -159,9 +159,9 @@ class EngineClient:
         return self._links
 
     @property
-    def loads(self) -> list[EngineLoad]:
-        """One an engine."""
-        return [link.load for link in self._links]
+    def loads(self) -> EngineLoads:
+        """What the balancer sees."""
+        return self._table.loads
 
     @property
     def num_requests(self) -> int:
@@ -190,6 +190,7 @@ class EngineClient:
         if link.incarnation is not None and link.state is not EngineState.DEAD:
             self.mark_dead(engine, f"replaced by incarnation {incarnation}")
         link.reset(incarnation)
+        self._balancer.learn_prefixes(engine, read_marks(b""))
 
     def mark_ready(self, ready: EngineReady) -> None:
         """Let an engine have requests; a notice of an older incarnation than the present one is ignored."""
@@ -217,6 +218,14 @@ class EngineClient:
             self._forget(request_id)
         for request_id, receiver in lost.items():
             _deliver(receiver, _failure(request_id, f"engine {engine} failed: {reason}"))
+
+    def report(self, engine: int, incarnation: int, stats: EngineStats) -> None:
+        """Take an engine's report, whichever way it came; ignore that of another incarnation and one that is older."""
+        link = self._links[engine]
+        if incarnation != link.incarnation or link.state is EngineState.DEAD or not link.report(stats):
+            return
+        if stats.prefix_marks is not None:
+            self._balancer.learn_prefixes(engine, read_marks(stats.prefix_marks))
 
     def close(self) -> None:
         """Close all sockets; requests still in flight end with an error. Twice is harmless."""
@@ -264,7 +273,7 @@ class EngineClient:
             case EngineOutputs():
                 for output in message.outputs:
                     self._hand_out(output)
-                link.report(message.stats)
+                self.report(message.engine, message.incarnation, message.stats)
             case EngineFailed():
                 self.mark_dead(message.engine, message.message)
             case UtilityReply():
@@ -292,14 +301,19 @@ class EngineClient:
                 EngineError(f"{utility.method!r} failed on engine {reply.engine}: {reply.error}")
             )
 
+    def _balanced(self, request: AddRequest, max_tokens: int) -> BalancedRequest:
+        tokens, salt = request.prompt_token_ids, request.cache_salt
+        return BalancedRequest(
+            num_prompt_tokens=len(tokens),
+            max_tokens=max_tokens,
+            read_marks=lambda: prompt_marks(tokens, self._block_size, salt),
+        )
+
     def _forget(self, request_id: str) -> _InFlight | None:
         in_flight = self._requests.pop(request_id, None)
         if in_flight is not None:
             in_flight.link.end(in_flight.num_tokens)
         return in_flight
-
-    def _describe_states(self) -> str:
-        return ", ".join(f"engine {link.engine} is {link.state}" for link in self._links)
 
 
 class _InFlight:

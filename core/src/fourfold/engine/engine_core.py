@@ -164,6 +164,10 @@ class EngineCore:
         """Forget all cached prefixes; running requests go on."""
         self._scheduler.reset_prefix_cache()
 
+    def prefix_marks(self) -> bytes:
+        """What the prefix cache holds, as ``EngineStats.prefix_marks``; some 0.1 ms."""
+        return self._scheduler.prefix_marks()
+
     def on_failure(self, callback: Callable[[EngineError], None]) -> None:
         """Call back once, on any thread, when the workers are lost for good; at once if they are."""
         self._client.on_failure(callback)

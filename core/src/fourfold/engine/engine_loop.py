@@ -38,6 +38,8 @@ _MAX_QUEUED_OUTPUTS = 4096
 """Messages waiting for one API server; some 40 s of steps of 10 ms."""
 _STATS_INTERVAL = 0.25
 """Seconds after which an API server without outputs hears the stats of a working engine."""
+_MARKS_INTERVAL = 1.0
+"""Seconds between descriptions of a working engine's prefix cache; balancers know themselves what they sent since."""
 _RETRY_MILLISECONDS = 500
 
 
@@ -61,6 +63,9 @@ class Core(Protocol):
     def step(self) -> Mapping[int, list[RequestOutput]]:
         """Advance; returns the outputs of each API server."""
 
+    def prefix_marks(self) -> bytes:
+        """What the prefix cache holds."""
+
 
 class EngineLoop:
     """Owns the engine's sockets. ``run`` returns after ``stop``, which any thread may call."""
@@ -81,6 +86,8 @@ class EngineLoop:
         self._poller.register(self._inputs, zmq.POLLIN)
         self._poller.register(self._stop_event, zmq.POLLIN)
         self._decoder = msgspec.msgpack.Decoder(EngineInput)
+        self._marks = b""
+        self._marks_time = 0.0
         self._stopping = False
         self._failure: Exception | None = None
 
@@ -174,18 +181,26 @@ class EngineLoop:
 
     def _publish_stats(self) -> None:
         """While there is nothing to do: tell who does not know how things stand."""
-        for client in self._clients:
-            if client.lost or client.last_stats != self._core.stats:
-                self._send_outputs(client, [])
+        stale = [client for client in self._clients if client.lost or client.last_stats != self._core.stats]
+        if stale:
+            self._marks_time = 0.0  # nobody is delayed by it, and it may be a while until there is more to say
+        for client in stale:
+            self._send_outputs(client, [])
 
     def _send_outputs(self, client: _ApiServer, outputs: list[RequestOutput]) -> None:
         """Send outputs and stats. Requests whose outputs find no room end, and the client hears of it later."""
-        stats = copy.copy(self._core.stats)
+        known, now = copy.copy(self._core.stats), time.monotonic()
+        stats = known
+        if now - self._marks_time > _MARKS_INTERVAL:
+            self._marks, self._marks_time = self._core.prefix_marks(), now
+        if client.marks != self._marks:
+            stats = copy.copy(known)
+            stats.prefix_marks = self._marks
         lost = [_failure(name, "the API server was too slow to take the outputs") for name in client.lost]
         message = EngineOutputs(engine=self._engine, incarnation=self._incarnation, outputs=lost + outputs, stats=stats)
         if client.send(message):
             client.lost.clear()
-            client.last_stats, client.last_send = stats, time.monotonic()
+            client.last_stats, client.last_send, client.marks = known, now, self._marks
         elif outputs:
             client.lost.update(output.request_id for output in outputs)
             self._core.abort([output.request_id for output in outputs])
@@ -199,6 +214,8 @@ class _ApiServer:
         """Requests that ended because their outputs could not be sent."""
         self.last_stats: EngineStats | None = None
         self.last_send = 0.0
+        self.marks = b""
+        """What it was told of the prefix cache."""
         self._socket = context.socket(zmq.PUSH)
         self._socket.set_hwm(_MAX_QUEUED_OUTPUTS)
         self._socket.connect(address)

@@ -17,6 +17,17 @@ class Status(IntEnum):
     FINISHED = 3
 
 
+class Share:
+    """What the requests of one API server ask of the engine."""
+
+    __slots__ = ("num_requests", "num_tokens")
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        self.num_tokens = 0
+        """Positions not yet computed, to the end of the longest output that each may have."""
+
+
 class Request:
     """Counts come in two kinds: scheduled ones run ahead, confirmed ones follow as steps return."""
 
@@ -43,6 +54,7 @@ class Request:
         "request_id",
         "sampling",
         "scheduled_step",
+        "share",
         "slot",
         "status",
         "stop_token_id",
@@ -64,6 +76,8 @@ class Request:
         self.token_ids = list(request.prompt_token_ids)
         """Prompt and accepted output."""
         self.num_prompt = len(self.token_ids)
+        self.share = Share()
+        """Its API server's, from ``Scheduler.add`` on; counts it until ``Scheduler.finish``."""
         self.max_total = max_total
         """Prompt and output tokens at most."""
         self.num_tokens = self.num_prompt
