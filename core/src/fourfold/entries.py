@@ -148,6 +148,8 @@ class LoadBalancerContext:
     """What a load balancer needs."""
 
     num_engines: int
+    num_servers: int = 1
+    """API servers that choose beside each other, each with a balancer of its own."""
     seed: int = 0
     """Of its random choices; each API server has another, so that they do not all begin with the same engine."""
     block_size: int = 16

@@ -38,6 +38,10 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     """Unix seconds."""
     cache_salt: str = ""
     """Only requests of equal salt share prefix-cache blocks."""
+    output_token_ids: list[int] = []
+    """What it brought on another engine, before that one ended: goes on after these, and they count as output."""
+    attempt: int = 0
+    """How many engines had it before. One that had is not refused for want of room in the queue."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):

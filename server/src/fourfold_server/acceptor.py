@@ -22,7 +22,7 @@ _STOP_TIMEOUT = 5.0
 
 
 class Acceptor:
-    """A thread that accepts. Each connection goes to the next taker that takes it; all methods are safe from any thread."""
+    """A thread that accepts; the servers take turns. All methods are safe from any thread."""
 
     def __init__(self, listener: socket.socket, take: Callable[[socket.socket], None]) -> None:
         """``take`` is for API server 0, which lives in this process; it is called on the thread of the acceptor."""

@@ -23,6 +23,7 @@ from fourfold.supervision.process_title import name_process
 from fourfold.supervision.run_directory import CONFIG_FILE
 
 if TYPE_CHECKING:
+    from fourfold_server.api_server import ApiServer
     from fourfold_server.supervised_process import Failure
 
 SERVER_CONFIG_FILE = "server.json"
@@ -75,9 +76,10 @@ async def _serve(link: ParentLink, arguments: argparse.Namespace) -> Failure | N
     registry = load_plugins()
     config = decode_config((arguments.run_directory / CONFIG_FILE).read_bytes(), registry)
     end: asyncio.Future[Failure | None] = loop.create_future()
+    server_config = (arguments.run_directory / SERVER_CONFIG_FILE).read_bytes()
     context = ApiServerContext(
         config=config,
-        server_config=msgspec.json.decode((arguments.run_directory / SERVER_CONFIG_FILE).read_bytes(), type=ServerConfig),
+        server_config=msgspec.json.decode(server_config, type=ServerConfig),
         registry=registry,
         run_directory=arguments.run_directory,
         index=arguments.index,

@@ -1,4 +1,4 @@
-"""One API server: HTTP on an event loop, and the way to all engines. Knows not who starts the engines, nor why it ends."""
+"""One API server: HTTP on an event loop, and the way to all engines. Does not know who starts engines or ends it."""
 
 from __future__ import annotations
 
@@ -73,6 +73,7 @@ class ApiServer:
                 LoadBalancerContext(num_engines=num_engines, seed=context.index, block_size=block_size)
             ),
             block_size=block_size,
+            coordinated=num_engines > 1,
         )
         self.state = ServerState(
             config=context.server_config,

@@ -1,4 +1,4 @@
-"""One running deployment: API server 0 on the event loop, the supervisor of all other processes, and how it all ends."""
+"""One running deployment: API server 0 on the event loop, the supervisor of all other processes, how it all ends."""
 
 from __future__ import annotations
 

@@ -51,4 +51,3 @@ class ProcessTable:
             self._run_directory.write_state(state)
         except OSError as error:  # a full disk must not end what serves
             logger.warning("`fourfold ps` cannot be told of %s %s: %s", state.role, state.label, error)
-

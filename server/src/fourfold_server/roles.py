@@ -39,6 +39,11 @@ class Shape:
     log_level: str
     url: str = ""
 
+    @property
+    def coordinated(self) -> bool:
+        """Whether there is a coordinator."""
+        return self.num_engines > 1
+
     def api_label(self, index: int) -> str:
         """An API server's label; the only one needs none."""
         return str(index) if self.num_api_servers > 1 else ""
@@ -87,6 +92,8 @@ class EngineRole:
         arguments = [str(shape.run_directory), "--engine", str(process.index)]
         arguments += ["--incarnation", str(process.incarnation), "--num-api-servers", str(shape.num_api_servers)]
         arguments += ["--log-level", shape.log_level]
+        if shape.coordinated:
+            arguments.append("--coordinated")
         return ChildCommand(module=self._module, label=process.name, arguments=arguments)
 
     def started(self, process: SupervisedProcess) -> None:
@@ -158,9 +165,7 @@ class ApiServerRole:
         self._channels[process.index] = ours, theirs
         arguments = [str(shape.run_directory), "--index", str(process.index), "--channel", str(theirs.fileno())]
         arguments += ["--label", process.label, "--log-level", shape.log_level]
-        return ChildCommand(
-            module=self._module, label=process.name, arguments=arguments, pass_fds=(theirs.fileno(),)
-        )
+        return ChildCommand(module=self._module, label=process.name, arguments=arguments, pass_fds=(theirs.fileno(),))
 
     def started(self, process: SupervisedProcess) -> None:
         """See Role."""
@@ -202,7 +207,7 @@ class CoordinatorRole:
         self._shape = shape
         self._module = module
         self.processes: Sequence[SupervisedProcess] = (
-            [SupervisedProcess(role="coordinator", index=0, label="")] if shape.num_engines > 1 else []
+            [SupervisedProcess(role="coordinator", index=0, label="")] if shape.coordinated else []
         )
 
     def command(self, process: SupervisedProcess) -> ChildCommand:

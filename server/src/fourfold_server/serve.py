@@ -177,11 +177,11 @@ class _Launch:
 
     def _supervisor(self, acceptor: Acceptor, table: ProcessTable, listener: LoopListener) -> Supervisor:
         from fourfold_server.roles import ApiServerRole, CoordinatorRole, EngineRole
-        from fourfold_server.supervisor import Supervisor
+        from fourfold_server.supervisor import Role, Supervisor
 
         engines = EngineRole(self.shape, table)
         engines.add_listener(listener.engine_changed)
-        others = [
+        others: list[Role] = [
             ApiServerRole(self.shape, engines, acceptor, listener.server_ready),
             CoordinatorRole(self.shape, listener.server_ready),
         ]

@@ -1,6 +1,6 @@
 """Keeps the processes of a deployment alive: starts them, gives each start a deadline, restarts or gives up.
 
-Knows nothing of HTTP: roles know how a process is started, and a listener hears what happens, on the supervisor's thread.
+Knows nothing of HTTP. Roles know how a process is started and who hears of it, on the supervisor's thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 MAX_RAPID_CRASHES = 3
 """Of an engine, after which the deployment ends if no other engine is ready."""
 _STARTUP_GRACE = 5.0
-"""Seconds, or a tenth if that is less, beyond --startup-timeout: the process, which knows for whom it waits, reports."""
+"""Seconds, or a tenth if that is less, beyond --startup-timeout: the process itself knows for whom it waits."""
 _LAST_WORD_GRACE = 10.0
 """Seconds from an engine's last word to its end."""
 

@@ -17,16 +17,15 @@ FULL_CACHE = 0.9
 
 
 class LeastWork:
-    """Least work first; engines with equally little are chosen at random."""
+    """Least work first; at random among those that have equally little, as far as one API server can know."""
 
     def __init__(self, context: LoadBalancerContext) -> None:
-        self._random = random.Random(context.seed)
+        self._pick = LeastBusy(context)
 
     def choose(self, request: BalancedRequest, loads: EngineLoads) -> int:
         """As ``LoadBalancer`` says."""
-        del request  # whatever it needs, it needs everywhere
         engines = loads.ready_engines()
-        return least_busy(engines, pending_work(loads)[engines], self._random)
+        return self._pick(request, engines, pending_work(loads)[engines])
 
     def learn_prefixes(self, engine: int, marks: NDArray[np.uint32]) -> None:
         """Prefixes make no difference."""
@@ -41,7 +40,20 @@ def pending_work(loads: EngineLoads) -> NDArray[np.float64]:
     return pressure
 
 
-def least_busy(engines: NDArray[np.intp], work: NDArray[np.float64], generator: random.Random) -> int:
-    """One of ``engines`` that has the least ``work``; one element each."""
-    best = (work == work.min()).nonzero()[0]
-    return int(engines[best[int(generator.random() * len(best))]])
+class LeastBusy:
+    """Picks one of the engines that have the least work.
+
+    With several API servers, a difference that is smaller than the request itself is none: since the last report any other
+    server may have sent one like it. Otherwise all would choose the same engine at the same time. The more of them there
+    are, the less a server knows of the whole.
+    """
+
+    def __init__(self, context: LoadBalancerContext) -> None:
+        self._random = random.Random(context.seed)
+        self._unknown = 1 - 1 / context.num_servers
+
+    def __call__(self, request: BalancedRequest, engines: NDArray[np.intp], work: NDArray[np.float64]) -> int:
+        """One of ``engines``; ``work`` has an element for each."""
+        slack = self._unknown * (request.num_prompt_tokens + request.max_tokens)
+        best = (work <= work.min() + slack).nonzero()[0]
+        return int(engines[best[int(self._random.random() * len(best))]])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fourfold.balancers.least_work import least_busy, pending_work
+from fourfold.balancers.least_work import LeastBusy, pending_work
 from fourfold.balancers.prefix_memory import PrefixMemory
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ class PrefixAffinity:
     """Without a known prefix, or when all that hold it are outside the band: least work."""
 
     def __init__(self, context: LoadBalancerContext) -> None:
-        self._random = random.Random(context.seed)
+        self._pick = LeastBusy(context)
         self._block_size = context.block_size
         self._memory = PrefixMemory(context.num_engines)
 
@@ -43,7 +42,7 @@ class PrefixAffinity:
             if work[holder] <= limit:
                 chosen = holder
         if chosen < 0:
-            chosen = least_busy(engines, work[engines], self._random)
+            chosen = self._pick(request, engines, work[engines])
         self._memory.send(marks, chosen)
         return chosen
 

@@ -40,12 +40,13 @@ class PrefixMemory:
 
     def longest(self, marks: Sequence[int], ready: NDArray[np.bool_]) -> tuple[list[int], int]:
         """The ready engines that hold the longest known prefix, and its length in blocks; none and 0 if no one does."""
-        if not marks or self._find(marks[0], ready) == []:  # the shortest prefix is forgotten last
-            return [], 0
+        told, sent, before = self._holders, self._sent, self._sent_before
         for index in range(len(marks) - 1, -1, -1):
-            found = self._find(marks[index], ready)
-            if found:
-                return found, index + 1
+            mark = marks[index]
+            if mark in told or mark in sent or mark in before:
+                found = self._find(mark, ready)
+                if found:
+                    return found, index + 1
         return [], 0
 
     def send(self, marks: Sequence[int], engine: int) -> None:

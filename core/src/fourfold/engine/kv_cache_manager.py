@@ -104,7 +104,7 @@ class KVCacheManager:
             request.blocks.append(blocks)
         request.block_capacity = min(map(len, request.blocks)) * size
         request.num_remembered = num_hit
-        self._sketch.use(request.digests, 0, num_hit)
+        self._sketch.found(request.digests, num_hit)
         request.num_trimmed = [max(0, num_hit - window) if window else 0 for window in self._window_blocks]
         return num_tokens
 
@@ -132,7 +132,7 @@ class KVCacheManager:
             for pool, table in zip(self.pools, request.blocks):
                 for index in range(request.num_remembered, full):
                     pool.remember(table[index], request.digests[index])
-            self._sketch.use(request.digests, request.num_remembered, full)
+            self._sketch.filled(request.digests, request.num_remembered, full)
             request.num_remembered = full
         for group in self._windowed:
             keep_from = max(0, request.num_confirmed - self._windows[group] + 1) // self.block_size
@@ -145,7 +145,7 @@ class KVCacheManager:
 
     def release(self, request: Request) -> None:
         """Take back all blocks of ``request``. Only when no step in the air names them."""
-        self._sketch.end(request.digests, request.num_remembered)
+        self._sketch.ended(request.digests, request.num_remembered)
         for pool, table in zip(self.pools, request.blocks):
             pool.release(table)
         request.blocks = []

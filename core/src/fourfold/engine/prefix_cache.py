@@ -23,6 +23,8 @@ DIGEST_BYTES = 16
 MARK_BYTES = 4
 MAX_MARKS = 1024
 """Marks that describe one cache at most."""
+MAX_ENDS = 768
+"""Of these, the ends of requests."""
 MAX_MARKED_BLOCKS = 512
 """Marks of a prompt at most: to hash more would hold up an API server longer than a better choice is worth."""
 MARKED_DEPTHS = tuple(sorted({shape << power for shape in (2, 3) for power in range(9)} - {768} | {1}))
@@ -64,40 +66,44 @@ def read_marks(encoded: bytes) -> NDArray[np.uint32]:
 
 
 class PrefixSketch:
-    """What a cache holds, in at most ``MAX_MARKS`` marks, those of the last used prefixes.
+    """What a cache holds, in at most ``MAX_MARKS`` marks: where the last requests ended, for their next turn, and some
+    lengths of the prefixes used last, for requests that begin alike and go on differently.
 
     Costs nothing a token, and a few dictionary operations a request.
     """
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._recent: OrderedDict[bytes, None] = OrderedDict()
+        self._ends: OrderedDict[bytes, None] = OrderedDict()
+        self._beginnings: OrderedDict[bytes, None] = OrderedDict()
 
-    def use(self, digests: Sequence[bytes], start: int, stop: int) -> None:
-        """Blocks ``start`` to ``stop`` of a chain were put into the cache or found there."""
+    def found(self, digests: Sequence[bytes], num_blocks: int) -> None:
+        """A request begins with ``num_blocks`` that are in the cache. If it is a next turn, its own end will do."""
+        if num_blocks:
+            self._ends.pop(digests[num_blocks - 1], None)
+            self.filled(digests, 0, num_blocks)
+
+    def filled(self, digests: Sequence[bytes], start: int, stop: int) -> None:
+        """Blocks ``start`` to ``stop`` of a chain were put into the cache."""
         for depth in MARKED_DEPTHS[bisect_right(MARKED_DEPTHS, start) : bisect_right(MARKED_DEPTHS, stop)]:
-            self._use(digests[depth - 1])
+            _use(self._beginnings, digests[depth - 1], MAX_MARKS - MAX_ENDS)
 
-    def end(self, digests: Sequence[bytes], num_blocks: int) -> None:
-        """A request ended that left its first ``num_blocks`` in the cache: where its next turn will go on."""
-        if num_blocks == 0:
-            return
-        if num_blocks <= MAX_MARKED_BLOCKS:
-            self._use(digests[num_blocks - 1])
-        # The shortest prefix last, so that it is forgotten last: who does not find it need not look for longer ones.
-        for depth in reversed(MARKED_DEPTHS[: bisect_right(MARKED_DEPTHS, num_blocks)]):
-            self._use(digests[depth - 1])
+    def ended(self, digests: Sequence[bytes], num_blocks: int) -> None:
+        """A request ended that left its first ``num_blocks`` in the cache."""
+        if 0 < num_blocks <= MAX_MARKED_BLOCKS:
+            _use(self._ends, digests[num_blocks - 1], MAX_ENDS)
 
     def marks(self) -> bytes:
         """Marks of what is still held, the last used ones last; ``read_marks`` reads them."""
-        find = self._pool.find
-        return b"".join([digest[:MARK_BYTES] for digest in self._recent if find(digest) is not None])
+        find, known = self._pool.find, [*self._beginnings, *self._ends]
+        return b"".join([digest[:MARK_BYTES] for digest in known if find(digest) is not None])
 
-    def _use(self, digest: bytes) -> None:
-        self._recent[digest] = None
-        self._recent.move_to_end(digest)
-        if len(self._recent) > MAX_MARKS:
-            self._recent.popitem(last=False)
+
+def _use(table: OrderedDict[bytes, None], digest: bytes, limit: int) -> None:
+    table[digest] = None
+    table.move_to_end(digest)
+    if len(table) > limit:
+        table.popitem(last=False)
 
 
 def longest_hit(digests: Sequence[bytes], pools: Sequence[BlockPool], windows: Sequence[int]) -> int:

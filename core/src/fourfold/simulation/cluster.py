@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fourfold.client.load_table import LoadTable
 from fourfold.contracts.load_balancer import BalancedRequest, EngineState, LoadBalancer
-from fourfold.engine.prefix_cache import MARKED_DEPTHS, MAX_MARKED_BLOCKS, MAX_MARKS
+from fourfold.engine.prefix_cache import MAX_ENDS, MAX_MARKED_BLOCKS
 from fourfold.entries import LoadBalancerContext
 from fourfold.simulation.engine_model import EngineModel, SimulatedEngine
 from fourfold.simulation.ledger import Ledger, Standing
@@ -76,7 +76,11 @@ class SimulatedCluster:
             for engine in range(num_engines):
                 table.set_state(engine, EngineState.READY)
         self._balancers = [
-            build(LoadBalancerContext(num_engines=num_engines, seed=seed + server, block_size=model.block_size))
+            build(
+                LoadBalancerContext(
+                    num_engines=num_engines, num_servers=num_servers, seed=seed + server, block_size=model.block_size
+                )
+            )
             for server in range(self._ledger.num_servers)
         ]
         self._bases = random.integers(1 << 32, size=2 * len(workload), dtype=np.uint32)
@@ -88,7 +92,7 @@ class SimulatedCluster:
         """What each API server believes that it has running, and that this still needs."""
         self._excess: list[float] = []
         self._next_described = 0
-        self._described: list[dict[int, bytes]] = [{} for _ in range(num_engines)]
+        self._described: list[dict[int, int]] = [{} for _ in range(num_engines)]
 
     def run(self, progress: Progress = lambda share: None) -> Outcome:
         """Play the whole load; ``progress`` hears now and then which share of the requests has arrived."""
@@ -178,27 +182,21 @@ class SimulatedCluster:
             self._next_described = (self._next_described + 1) % len(self._engines)
 
     def _describe(self, index: int) -> None:
-        """Tell all API servers what an engine's cache holds, as ``PrefixSketch`` does."""
+        """Tell all API servers what an engine's cache holds: where conversations ended, as ``PrefixSketch`` does."""
         talked, described = self._engines[index].talked, self._described[index]
         if not talked:
             return
         for talk, tokens in talked.items():
             described.pop(talk, None)
-            if tokens:
-                described[talk] = self._described_marks(talk, tokens // self._model.block_size)
+            num_blocks = tokens // self._model.block_size
+            if 0 < num_blocks <= MAX_MARKED_BLOCKS:
+                described[talk] = (int(self._bases[talk]) + (num_blocks - 1) * _NEXT_BLOCK) % (1 << 32)
         talked.clear()
-        while sum(map(len, described.values())) > 4 * MAX_MARKS:
+        while len(described) > MAX_ENDS:
             del described[next(iter(described))]
-        marks = np.frombuffer(b"".join(described.values()), np.uint32)
+        marks = np.fromiter(described.values(), np.uint32)
         for balancer in self._balancers:
             balancer.learn_prefixes(index, marks)
-
-    def _described_marks(self, talk: int, num_blocks: int) -> bytes:
-        depths = [depth for depth in MARKED_DEPTHS if depth <= num_blocks]
-        if 0 < num_blocks <= MAX_MARKED_BLOCKS:
-            depths.append(num_blocks)
-        keys: NDArray[np.uint32] = self._bases[talk] + _BLOCKS[np.array(depths[::-1], np.intp) - 1]
-        return keys.tobytes()
 
     def _outcome(self) -> Outcome:
         ledger = self._ledger
