@@ -93,7 +93,7 @@ def test_outputs_come_in_order_and_load_returns_to_zero(run_directory: Path) -> 
                 assert token_ids == [10, 11, 12, 13]
                 assert last.finish_reason is FinishReason.LENGTH
                 assert_no_load(client)
-                await until(lambda: client.loads[0].num_queued_tokens == 0, "the engine's report of no load")
+                await until(lambda: client.loads.num_tokens[0] == 0, "the engine's report of no load")
 
     asyncio.run(scenario())
 
@@ -337,13 +337,13 @@ def test_a_report_adds_other_servers_load_to_what_is_known(run_directory: Path) 
         async with started_client(run_directory) as client:
             client.mark_ready(notice(0, 1))
             client.open(request(max_tokens=7), lambda output: None)
-            assert client.loads[0].num_queued_tokens == 10
-            client.links[0].report(EngineStats(num_running=2, num_waiting=1, num_queued_tokens=110))
-            load = client.loads[0]
-            assert (load.num_running, load.num_waiting, load.num_queued_tokens) == (2, 1, 110)
+            assert client.loads.num_tokens[0] == 10
+            shares = {0: (1, 10), 1: (2, 100)}
+            client.links[0].report(EngineStats(num_running=2, num_waiting=1, num_queued_tokens=110, shares=shares))
+            loads = client.loads
+            assert (loads.num_running[0], loads.num_waiting[0], loads.num_tokens[0]) == (2, 1, 110)
             client.abort(["r"])
-            load = client.loads[0]
-            assert (load.num_running, load.num_waiting, load.num_queued_tokens) == (2, 0, 100)
+            assert (loads.num_running[0], loads.num_waiting[0], loads.num_tokens[0]) == (2, 0, 100)
 
     asyncio.run(scenario())
 

@@ -60,6 +60,12 @@ class FakeCore:
         for request_id in request_ids:
             self.left.pop(request_id, None)
 
+    def abort_client(self, client: int) -> None:
+        self.abort([name for name, (owner, _) in self.left.items() if owner == client])
+
+    def prefix_marks(self) -> bytes:
+        return b"%4d" % self.steps
+
     def step(self) -> Mapping[int, list[RequestOutput]]:
         if self.step_error:
             raise self.step_error

@@ -99,14 +99,18 @@ class EngineRole:
     def started(self, process: SupervisedProcess) -> None:
         """See Role."""
 
-    def ready(self, process: SupervisedProcess, report: EngineReady | ProcessReady) -> str:
+    def describe(self, report: EngineReady | ProcessReady) -> str:
         """See Role."""
         if not isinstance(report, EngineReady):
             return ""
-        self._table.set_workers(process.index, report.workers)
-        self._ready[process.index] = report
-        self._tell(report)
         return f"{report.device} {report.dtype}, {report.kv_cache_tokens} tokens of KV cache"
+
+    def ready(self, process: SupervisedProcess, report: EngineReady | ProcessReady) -> None:
+        """See Role."""
+        if isinstance(report, EngineReady):
+            self._table.set_workers(process.index, report.workers)
+            self._ready[process.index] = report
+            self._tell(report)
 
     def drain(self, process: SupervisedProcess) -> None:
         """See Engines."""
@@ -173,11 +177,14 @@ class ApiServerRole:
         for notice in self._engines.present_state():
             _send(process, notice)
 
-    def ready(self, process: SupervisedProcess, report: EngineReady | ProcessReady) -> str:
+    def describe(self, report: EngineReady | ProcessReady) -> str:
+        """See Role."""
+        return self._shape.url
+
+    def ready(self, process: SupervisedProcess, report: EngineReady | ProcessReady) -> None:
         """See Role."""
         self._acceptor.add(process.index, self._channels[process.index][0])
         self._on_ready()
-        return self._shape.url
 
     def lost(self, process: SupervisedProcess, reason: str) -> None:
         """See Role."""
@@ -220,10 +227,13 @@ class CoordinatorRole:
     def started(self, process: SupervisedProcess) -> None:
         """See Role."""
 
-    def ready(self, process: SupervisedProcess, report: EngineReady | ProcessReady) -> str:
+    def describe(self, report: EngineReady | ProcessReady) -> str:
+        """See Role."""
+        return ""
+
+    def ready(self, process: SupervisedProcess, report: EngineReady | ProcessReady) -> None:
         """See Role."""
         self._on_ready()
-        return ""
 
     def lost(self, process: SupervisedProcess, reason: str) -> None:
         """See Role."""

@@ -51,8 +51,11 @@ class Role(Protocol):
     def started(self, process: SupervisedProcess) -> None:
         """The process runs: ``process.child``."""
 
-    def ready(self, process: SupervisedProcess, report: EngineReady | ProcessReady) -> str:
-        """It does its work now; returns what `fourfold ps` says of it."""
+    def describe(self, report: EngineReady | ProcessReady) -> str:
+        """What `fourfold ps` says of one that is ready."""
+
+    def ready(self, process: SupervisedProcess, report: EngineReady | ProcessReady) -> None:
+        """It does its work now."""
 
     def lost(self, process: SupervisedProcess, reason: str) -> None:
         """One that was ready is no more, or is about to end. Said once an incarnation."""
@@ -193,9 +196,10 @@ class Supervisor:
             case EngineReady() | ProcessReady():
                 process.ready = process.ever_ready = True
                 process.wake_time = None
-                detail = role.ready(process, message)
                 if process.child is not None:
+                    detail = role.describe(message)
                     self._table.set(process.role, process.label, "running", pid=process.child.pid, detail=detail)
+                role.ready(process, message)
             case EngineFailed() | ProcessFailed():
                 if process.ready and process.last_word is None and process.child is not None:
                     role.lost(process, process.explain_word(message).message)

@@ -33,19 +33,18 @@ class LeastWork:
 
 def pending_work(loads: EngineLoads) -> NDArray[np.float64]:
     """Tokens still to do on each engine; on a full KV cache they count twice, for some will be done twice."""
-    pressure = np.maximum(loads.kv_cache_usage - FULL_CACHE, 0.0)
-    pressure *= 1 / (1 - FULL_CACHE)
-    pressure += 1.0
-    pressure *= loads.num_tokens
-    return pressure
+    work = loads.num_tokens.astype(np.float64)
+    if loads.kv_cache_usage.max() > FULL_CACHE:
+        work *= 1 + np.maximum(loads.kv_cache_usage - FULL_CACHE, 0.0) / (1 - FULL_CACHE)
+    return work
 
 
 class LeastBusy:
     """Picks one of the engines that have the least work.
 
-    With several API servers, a difference that is smaller than the request itself is none: since the last report any other
-    server may have sent one like it. Otherwise all would choose the same engine at the same time. The more of them there
-    are, the less a server knows of the whole.
+    With several API servers, a difference that is smaller than the request itself is none: since the last report any
+    other server may have sent one like it. Otherwise all would choose the same engine at the same time. The more of
+    them there are, the less a server knows of the whole.
     """
 
     def __init__(self, context: LoadBalancerContext) -> None:

@@ -59,8 +59,8 @@ class BalancedRequest:
     num_prompt_tokens: int
     max_tokens: int
     read_marks: Callable[[], NDArray[np.uint32]]
-    """Computes a mark for each full block of the prompt, 512 at most: the k-th stands for the first k blocks and for the
-    cache salt. Engines that hold them say so by ``learn_prefixes``. Costs about a microsecond a block.
+    """Computes a mark for each full block of the prompt, 512 at most: the k-th stands for the first k blocks and for
+    the cache salt. Engines that hold them say so by ``learn_prefixes``. Costs about a microsecond a block.
     """
 
 

@@ -48,8 +48,10 @@ class Outcome:
     """Of the prompt, found in the engine's prefix cache."""
     busy_seconds: NDArray[np.float64]
     """By engine."""
-    excess: NDArray[np.float64]
-    """At every snapshot, the tokens that the engine with the most had to do, over the average one's."""
+    most_tokens: NDArray[np.float64]
+    """At every snapshot, the tokens still to do on the engine with the most."""
+    mean_tokens: NDArray[np.float64]
+    """And on the average one."""
 
 
 class SimulatedCluster:
@@ -90,7 +92,7 @@ class SimulatedCluster:
         shares = self._ledger.num_servers, num_engines
         self._known_requests, self._known_tokens = np.zeros(shares, np.int64), np.zeros(shares, np.int64)
         """What each API server believes that it has running, and that this still needs."""
-        self._excess: list[float] = []
+        self._most_and_mean: list[tuple[float, float]] = []
         self._next_described = 0
         self._described: list[dict[int, int]] = [{} for _ in range(num_engines)]
 
@@ -158,8 +160,7 @@ class SimulatedCluster:
             )
         self._known_requests[:], self._known_tokens[:] = standing.request_shares, standing.token_shares
         tokens = standing.token_shares.sum(axis=0)
-        if tokens.any():
-            self._excess.append(float(tokens.max() / tokens.mean()))
+        self._most_and_mean.append((float(tokens.max()), float(tokens.mean())))
         return standing
 
     def _deliver(self, standing: Standing) -> None:
@@ -200,6 +201,7 @@ class SimulatedCluster:
 
     def _outcome(self) -> Outcome:
         ledger = self._ledger
+        most, mean = np.array(self._most_and_mean).reshape(-1, 2).T
         return Outcome(
             workload=self._workload,
             engine=np.array(ledger.engine),
@@ -208,7 +210,8 @@ class SimulatedCluster:
             finished=np.array(ledger.finished),
             hit_tokens=np.array(ledger.hit_tokens),
             busy_seconds=np.array([engine.busy_seconds for engine in self._engines]),
-            excess=np.array(self._excess),
+            most_tokens=most,
+            mean_tokens=mean,
         )
 
 

@@ -25,9 +25,13 @@ class EngineModel:
     sequence_seconds: float = 0.0001
     """More for each sequence that it decodes."""
     max_num_seqs: int = 128
+    """Requests in the batch at once."""
     max_num_batched_tokens: int = 2048
-    kv_cache_tokens: int = 200_000
+    """Tokens of a step."""
+    kv_cache_tokens: int = 400_000
+    """Tokens that the KV cache holds, of running requests and of conversations that may go on."""
     block_size: int = 16
+    """Tokens of a block; whole blocks are found in the prefix cache."""
 
 
 class SimulatedEngine:

@@ -26,7 +26,7 @@ class Figures:
     kept: float | None
     """Turns of conversations that went where the turn before had gone; None without conversations."""
     imbalance: float
-    """Tokens to do on the engine with most of them over the average engine's, over all snapshots."""
+    """Tokens still to do on the engine with the most of them, over the average engine's; both on average over time."""
     busy: float
     """Share of the time that engines were in steps."""
 
@@ -36,6 +36,7 @@ class Figures:
         load = outcome.workload
         queueing, ttft = outcome.admitted - load.arrival, outcome.first - load.arrival
         total, hits = int(load.prompt_tokens.sum()), int(outcome.hit_tokens.sum())
+        most, mean = float(outcome.most_tokens.sum()), float(outcome.mean_tokens.sum())
         return cls(
             queueing_p50=float(np.percentile(queueing, 50)),
             queueing_p99=float(np.percentile(queueing, 99)),
@@ -44,7 +45,9 @@ class Figures:
             prompt_tokens_computed=total - hits,
             hit_rate=hits / total,
             kept=_kept(load.conversation, outcome.engine),
-            imbalance=float(outcome.excess.mean()) if len(outcome.excess) else 1.0,
+            imbalance=float(outcome.most_tokens.sum() / outcome.mean_tokens.sum())
+            if outcome.mean_tokens.any()
+            else 1.0,
             busy=float(outcome.busy_seconds.mean() / outcome.finished.max()),
         )
 

@@ -45,7 +45,9 @@ class Ledger:
         )
         self._run_start, self._step_seconds = (array("d", [1.0] * num_engines) for _ in range(2))
         shares = num_engines * self.num_servers
-        self._requests, self._to_start, self._decoding, self._last_steps = (array("q", bytes(8 * shares)) for _ in range(4))
+        self._requests, self._to_start, self._decoding, self._last_steps = (
+            array("q", bytes(8 * shares)) for _ in range(4)
+        )
         """A row an API server. Tokens to come of decoding requests are the sum of their last steps, less the present one for
         each: so a step changes nothing here.
         """
