@@ -46,8 +46,7 @@ class LineChart:
         """The whole document."""
         width = WIDTH * len(self.panels)
         lines = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" '
-            'font-family="sans-serif" font-size="12">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" font-family="sans-serif">',
             f'<rect width="{width}" height="{HEIGHT}" fill="white"/>',
         ]
         for index, panel in enumerate(self.panels):

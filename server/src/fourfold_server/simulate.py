@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 MAX_REPLICAS = 10_000
 _LOADS = ("skewed", "conversations", "uniform")
+_HEADINGS = ("queueing p50", "p99", "TTFT p50", "p99", "prefill tokens", "hit rate", "kept", "imbalance", "busy")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -85,7 +86,7 @@ def _workload(
         return read_trace(trace)
     if load == "conversations":
         return conversations(requests, rate * replicas, seed, turns=turns)
-    return {"skewed": skewed, "uniform": uniform}[load](requests, rate * replicas, seed)
+    return (skewed if load == "skewed" else uniform)(requests, rate * replicas, seed)
 
 
 def _simulate(
@@ -120,17 +121,7 @@ def _show(outcomes: dict[str, Outcome], *, as_json: bool) -> None:
 
     table = Table(box=None, pad_edge=False)
     table.add_column("load balancer")
-    for heading in (
-        "queueing p50",
-        "p99",
-        "TTFT p50",
-        "p99",
-        "prefill tokens",
-        "hit rate",
-        "kept",
-        "imbalance",
-        "busy",
-    ):
+    for heading in _HEADINGS:
         table.add_column(heading, justify="right")
     for name, one in figures.items():
         table.add_row(name, *_cells(one))

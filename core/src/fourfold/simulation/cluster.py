@@ -147,7 +147,8 @@ class SimulatedCluster:
         num_blocks = min((ledger.prompt_tokens[request] - 1) // self._model.block_size, MAX_MARKED_BLOCKS)
         talk = ledger.conversation[request]
         base = self._bases[talk if talk >= 0 else len(self._workload) + request]
-        return base + _BLOCKS[:num_blocks]
+        marks: NDArray[np.uint32] = base + _BLOCKS[:num_blocks]
+        return marks
 
     def _report(self, now: float) -> Standing:
         """A snapshot leaves the engines; API servers know by now how far their own requests are."""

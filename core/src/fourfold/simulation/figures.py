@@ -45,9 +45,7 @@ class Figures:
             prompt_tokens_computed=total - hits,
             hit_rate=hits / total,
             kept=_kept(load.conversation, outcome.engine),
-            imbalance=float(outcome.most_tokens.sum() / outcome.mean_tokens.sum())
-            if outcome.mean_tokens.any()
-            else 1.0,
+            imbalance=most / mean if mean else 1.0,
             busy=float(outcome.busy_seconds.mean() / outcome.finished.max()),
         )
 

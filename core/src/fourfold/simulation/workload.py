@@ -89,8 +89,10 @@ def conversations(count: int, rate: float, seed: int, *, turns: int = 5) -> Work
 
 
 def read_trace(path: Path) -> Workload:
-    """A trace: JSON lines or CSV with a header, by the file's name (.csv), with ``arrival`` (seconds), ``prompt_tokens``,
-    ``output_tokens``, and perhaps ``conversation``, any text. Raises ConfigError, with the line, for what cannot be read.
+    """A trace: JSON lines, or CSV with a header where the file's name ends so.
+
+    A request has ``arrival`` (seconds), ``prompt_tokens``, ``output_tokens``, and perhaps ``conversation``, any text.
+    Raises ConfigError, with the line, for what cannot be read.
     """
     numbers: dict[str, int] = {}
     rows = []
