@@ -19,6 +19,8 @@ from fourfold.entries import LoadBalancerContext
 from fourfold.errors import EngineError, ExecutorFailed, RequestError
 from fourfold.messages import (
     AddRequest,
+    EngineDead,
+    EngineDraining,
     EngineOutputs,
     EngineReady,
     EngineStats,
@@ -187,6 +189,89 @@ def test_a_dead_engine_ends_its_requests_and_calls_at_once(run_directory: Path) 
             with pytest.raises(ExecutorFailed, match="engine 0 is dead"):
                 await client.call_utility(0, "echo")
             assert_no_load(client)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_goes_on_elsewhere_when_its_engine_dies(run_directory: Path) -> None:
+    async def scenario() -> None:
+        async with started_client(run_directory, 2) as client:
+            first = FakeEngine(run_directory, count_up)
+            with first, FakeEngine(run_directory, count_up, engine=1) as second:
+                await ready(client)
+                heard: list[RequestOutput] = []
+                client.open(request(max_tokens=50), heard.append, engine=0)
+                await until(lambda: len(heard) >= 5, "five tokens")
+                first.pause()
+                client.hear(EngineDead(engine=0, incarnation=1, reason="killed"))
+                await until(lambda: heard[-1].finish_reason is not None, "the end")
+                (moved,) = second.added
+                assert (moved.attempt, moved.output_token_ids) == (1, list(range(10, 10 + len(moved.output_token_ids))))
+                assert len(moved.output_token_ids) >= 5
+                assert [token for output in heard for token in output.token_ids] == list(range(10, 60))
+                assert heard[-1].finish_reason is FinishReason.LENGTH
+                assert_no_load(client)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_waits_for_an_engine_when_all_are_gone(run_directory: Path) -> None:
+    async def scenario() -> None:
+        async with started_client(run_directory, 2) as client:
+            client.mark_ready(notice(0, 1))
+            heard: list[RequestOutput] = []
+            client.open(request("moves"), heard.append)
+            client.open(request("aborted"), heard.append)
+            client.hear(EngineDead(engine=0, incarnation=1, reason="killed"))
+            client.abort(["aborted"])
+            with pytest.raises(RequestError, match="no engine is ready"):
+                client.open(request("new"), heard.append)
+            with FakeEngine(run_directory, count_up, engine=1) as engine:
+                await until(lambda: bool(heard) and heard[-1].finish_reason is not None, "the end")
+                assert [added.request_id for added in engine.added] == ["moves"]
+            assert [token for output in heard for token in output.token_ids] == [10, 11, 12, 13]
+            assert_no_load(client)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_killed_two_engines_is_not_tried_again(run_directory: Path) -> None:
+    async def scenario() -> None:
+        async with started_client(run_directory, 3) as client:
+            for engine in range(3):
+                client.mark_ready(notice(engine, 1))
+            heard: list[RequestOutput] = []
+            client.open(request("poison"), heard.append, engine=0)
+            client.hear(EngineDead(engine=0, incarnation=1, reason="killed"))
+            holder = next(link.engine for link in client.links if link.num_requests)
+            client.hear(EngineDead(engine=holder, incarnation=1, reason="killed"))
+            (last,) = heard
+            assert last.finish_reason is FinishReason.ERROR
+            assert "another engine died with this request before" in str(last.error)
+            assert_no_load(client)
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_drains_gets_no_requests_and_a_planned_end_blames_none(run_directory: Path) -> None:
+    async def scenario() -> None:
+        async with started_client(run_directory, 2) as client:
+            for engine in range(2):
+                client.mark_ready(notice(engine, 1))
+            heard: list[RequestOutput] = []
+            client.open(request("r"), heard.append, engine=0)
+            client.hear(EngineDraining(engine=0, incarnation=1))
+            assert client.engine_states == [EngineState.DRAINING, EngineState.READY]
+            for number in range(4):
+                client.open(request(str(number)), heard.append)
+            assert [link.num_requests for link in client.links] == [1, 4]
+            with pytest.raises(RequestError, match="engine 0 is draining"):
+                client.open(request("there"), heard.append, engine=0)
+            for engine, incarnation in ((0, 1), (1, 1), (0, 2), (1, 2)):
+                client.hear(EngineDead(engine=engine, incarnation=incarnation, reason="restart", planned=True))
+                client.mark_ready(notice(engine, incarnation + 1))
+            assert not heard
+            assert sum(link.num_requests for link in client.links) == 5
 
     asyncio.run(scenario())
 

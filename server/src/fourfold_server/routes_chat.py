@@ -16,6 +16,7 @@ from fourfold_server.fields import read_fields
 from fourfold_server.generation import Generation
 from fourfold_server.json_body import read_json_object
 from fourfold_server.preparation import build_requests, check_choices, encode_chat, new_id
+from fourfold_server.replica_choice import read_rank
 from fourfold_server.reply_headers import ignored_header
 from fourfold_server.sampling_fields import check_constants, read_stream_options
 from fourfold_server.schemas_chat import CHAT_FIELDS, ChatCompletion, read_messages
@@ -50,6 +51,7 @@ def chat_router(state: ServerState) -> APIRouter:
 async def _chat(state: ServerState, request: Request) -> Response:
     arrival = time.monotonic()
     model = state.serving()
+    rank = read_rank(request.headers, len(state.client.links))
     body = await read_json_object(request, state)
     strict = state.config.strict_fields
     values, ignored = read_fields(CHAT_FIELDS, body.values, strict=strict)
@@ -77,7 +79,7 @@ async def _chat(state: ServerState, request: Request) -> Response:
         )
     except RequestError as error:
         raise _renamed(error, {"max_tokens": its_name, "logprobs": "top_logprobs"}) from error
-    generation = Generation(state.client, model.tokenizer, state.metrics, requests, arrival=arrival)
+    generation = Generation(state.client, model.tokenizer, state.metrics, requests, arrival=arrival, rank=rank)
     head = AnswerHead(
         request_id=request_id, created=int(time.time()), model=state.served_names[0], include_usage=include_usage
     )

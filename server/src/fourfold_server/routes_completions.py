@@ -16,6 +16,7 @@ from fourfold_server.fields import read_fields
 from fourfold_server.generation import Generation
 from fourfold_server.json_body import read_json_object
 from fourfold_server.preparation import Prompt, build_requests, check_choices, encode_prompts, new_id
+from fourfold_server.replica_choice import read_rank
 from fourfold_server.reply_headers import ignored_header
 from fourfold_server.sampling_fields import check_constants, read_stream_options
 from fourfold_server.schemas_completion import COMPLETION_FIELDS, Completion
@@ -46,6 +47,7 @@ def completions_router(state: ServerState) -> APIRouter:
 async def _complete(state: ServerState, request: Request) -> Response:
     arrival = time.monotonic()
     model = state.serving()
+    rank = read_rank(request.headers, len(state.client.links))
     body = await read_json_object(request, state)
     strict = state.config.strict_fields
     values, ignored = read_fields(COMPLETION_FIELDS, body.values, strict=strict)
@@ -70,7 +72,7 @@ async def _complete(state: ServerState, request: Request) -> Response:
         logprobs=values["logprobs"],
         prompt_logprobs=_prompt_logprobs(values),
     )
-    generation = Generation(state.client, model.tokenizer, state.metrics, requests, arrival=arrival)
+    generation = Generation(state.client, model.tokenizer, state.metrics, requests, arrival=arrival, rank=rank)
     head = AnswerHead(
         request_id=request_id, created=int(time.time()), model=state.served_names[0], include_usage=include_usage
     )

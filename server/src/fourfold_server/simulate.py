@@ -86,7 +86,9 @@ def _workload(
         return read_trace(trace)
     if load == "conversations":
         return conversations(requests, rate * replicas, seed, turns=turns)
-    return (skewed if load == "skewed" else uniform)(requests, rate * replicas, seed)
+    if load == "uniform":
+        return uniform(requests, rate * replicas, seed)
+    return skewed(requests, rate * replicas, seed)
 
 
 def _simulate(

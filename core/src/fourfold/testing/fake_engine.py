@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -152,10 +153,10 @@ class FakeEngine:
         match message:
             case AddRequest():
                 self.added.append(message)
-                if len(self._requests) >= self._max_num_seqs + self._max_num_waiting:
+                if len(self._requests) >= self._max_num_seqs + self._max_num_waiting and not message.attempt:
                     self._publish(message.client, [_refusal(message.request_id)])
                 else:
-                    self._requests[message.request_id] = _Running(message, iter(self._script(message)))
+                    self._requests[message.request_id] = self._begin(message)
             case AbortRequests():
                 self.aborted += message.request_ids
                 for request_id in message.request_ids:
@@ -164,6 +165,12 @@ class FakeEngine:
                     self._publish(client, [])
             case CallUtility():
                 self._send(message.client, self._answer(message))
+
+    def _begin(self, request: AddRequest) -> _Running:
+        """From the start, or from where another engine stopped."""
+        done = len(request.output_token_ids)
+        tokens = itertools.islice(iter(self._script(request)), done, None)
+        return _Running(request, tokens, list(request.output_token_ids))
 
     def _step(self) -> None:
         outputs: dict[int, list[RequestOutput]] = {client: [] for client in range(self._num_clients)}
