@@ -36,6 +36,7 @@ ENGINE_OPTIONS = {
     "--rpc-timeout",
     "--scheduler",
     "--seed",
+    "--self-test-timeout",
     "--served-model-name",
     "--stall-timeout",
     "--startup-timeout",

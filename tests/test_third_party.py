@@ -48,7 +48,8 @@ def environment(plugin: Path) -> dict[str, str]:
     subprocess.run([*pip, *build], check=True)
     site = plugin.parent / "site"
     subprocess.run([*pip, "install", "--no-deps", "--target", site, *wheels.glob("*.whl")], check=True)
-    return {**os.environ, "PYTHONPATH": str(site)}
+    path = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def test_it_is_found_selected_and_run(environment: dict[str, str], tmp_path: Path) -> None:

@@ -56,13 +56,13 @@ def main() -> None:
         backends={"attention": "torch"},
     )
     link.report(msgspec.msgpack.encode(ready))
+    if behaviour == "fail-and-linger":
+        for message in ("ValueError: boom", "an echo"):
+            failed = EngineFailed(engine=0, incarnation=incarnation, message=message)
+            link.report(msgspec.msgpack.encode(failed))
+        threading.Event().wait(60)
     if behaviour == "die-when-ready":
         os.kill(os.getpid(), signal.SIGKILL)
-    if behaviour == "fail-slowly":
-        failed = EngineFailed(engine=engine, incarnation=incarnation, message="a rank is lost")
-        link.report(msgspec.msgpack.encode(failed))
-        threading.Event().wait(1)
-        os._exit(1)
     stopped.wait(60)
 
 

@@ -59,7 +59,7 @@ def test_help_is_quick() -> None:
     ("arguments", "text"),
     [
         (["serv"], "no command 'serv'; did you mean 'serve'?"),
-        (["xyzzy"], "no command 'xyzzy'; commands are serve, chat, bench, plugins, ps"),
+        (["xyzzy"], "no command 'xyzzy'; commands are serve, chat, bench, simulate, plugins, ps"),
         (["ps", "--jsn"], "--json"),
         (["serve", "--max-num-seq", "3"], "--max-num-seqs"),
         (["serve", "--port", "70000"], "--port is 70000"),

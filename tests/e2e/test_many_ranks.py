@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -66,23 +69,57 @@ def test_four_ranks_are_six_processes_and_none_outlives_the_first(start: Start, 
     stream.join()
 
 
-@pytest.mark.parametrize("moment", ["idle", "generating"])
-def test_a_killed_rank_is_named_to_everyone(start: Start, moment: str) -> None:
+def test_a_rank_that_is_killed_while_idle_is_named(start: Start) -> None:
     server = start("--executor", "mp", "--tensor-parallel-size", "2", "--on-failure", "exit")
     children = server.descendants()
-    victim = worker_pid(server, "DP0.PP0.TP1")
-    stream = None
-    if moment == "generating":
-        stream = Stream(server, "/v1/completions", LONG)
-        stream.wait_for_events(2)
-    os.kill(victim, signal.SIGKILL)
-    if stream is not None:
-        stream.join(3)
-        assert stream.error is not None
-        assert "rank 1 was killed by signal 9 (SIGKILL) during execute_model" in stream.error["message"]
+    os.kill(worker_pid(server, "DP0.PP0.TP1"), signal.SIGKILL)
     assert server.wait(5) == 1
-    assert "rank 1 was killed by signal 9 (SIGKILL)" in server.lines[-1]
+    assert "rank 1 was killed by signal 9 (SIGKILL) while idle" in server.lines[-1]
     wait_until_gone(children)
+
+
+STALL = 2.0
+LOST = {
+    signal.SIGKILL: (r"rank 1 was killed by signal 9 \(SIGKILL\) during execute_model", 0.0),
+    # Whoever waits for the rank may be first to say so.
+    signal.SIGSTOP: (r"rank 1 was stopped by a signal for 2 s during execute_model|from rank\(s\) 1$", 1.5 * STALL),
+}
+
+
+@pytest.mark.parametrize("signum", LOST)
+def test_a_lost_rank_is_named_to_everyone_and_the_engine_comes_back(
+    start: Start, four_heads: Path, signum: signal.Signals
+) -> None:
+    options = ("--executor", "mp", "--tensor-parallel-size", "3", "--stall-timeout", f"{STALL:g}")
+    server = start(*options, model=four_heads)
+    children = server.descendants()
+    text, seconds = LOST[signum]
+
+    def ask() -> httpx.Response:
+        with server.client() as client:
+            return client.post("/v1/completions", json=LONG)
+
+    with ThreadPoolExecutor(2) as pool:
+        whole = [pool.submit(ask) for _ in range(2)]
+        streams = [Stream(server, "/v1/completions", LONG) for _ in range(4)]
+        for stream in streams:
+            stream.wait_for_events(2)
+        os.kill(worker_pid(server, "DP0.PP0.TP1"), signum)
+        for stream in streams:
+            stream.join(seconds + 3)
+        answers = [future.result(3) for future in whole]
+    errors = [stream.error for stream in streams]
+    for answer in answers:
+        assert answer.status_code in (500, 503)
+        errors.append(answer.json()["error"])
+    for error in errors:
+        assert error is not None
+        assert error["type"] == "server_error"
+        assert re.search(text, error["message"]), error
+    wait_until_gone(children)
+    wait_until(lambda: server.status("/readyz") == 503, 3, "/readyz is 503")
+    wait_until(lambda: server.status("/readyz") == 200, 60, "ready again")
+    assert len(server.descendants()) == len(children)
 
 
 def test_a_rank_that_is_killed_while_loading_ends_the_start(start: Start) -> None:

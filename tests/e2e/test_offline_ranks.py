@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ import pytest
 
 from fourfold import LLM, SamplingParams
 from fourfold.errors import ConfigError, ExecutorClosed, ExecutorFailed, WorkerError
+from fourfold.testing.workers import frozen_objects
 
 from .conftest import ONE_THREAD
 
@@ -119,6 +121,18 @@ def test_profiles_of_every_rank(build: Build, tiny_model: Path, tmp_path: Path) 
         assert any(event["name"].startswith("aten::") for event in json.loads(path.read_text())["traceEvents"])
     with pytest.raises(ExecutorClosed, match="this LLM is closed"):
         llm.stop_profile()
+
+
+def test_one_rank_shows_progress_and_all_spare_the_collector(
+    build: Build, tiny_model: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)  # which the ranks take on
+    with build(tiny_model, load_format="dummy", tensor_parallel_size=2) as llm:
+        frozen = llm._client._executor.collective_rpc(frozen_objects)
+    assert all(count > 10_000 for count in frozen), frozen
+    shown = [line for line in capfd.readouterr().err.splitlines() if line.endswith(": started")]
+    assert shown
+    assert all("TP0" in line for line in shown), shown
 
 
 def test_a_killed_rank_ends_generate_with_its_name(build: Build, tiny_model: Path) -> None:

@@ -15,8 +15,11 @@ FourfoldError
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import Self
+from typing import Final, Self
+
+_FRAME: Final = re.compile(r'File "(?:.*/)?([^"]+)", line (\d+), in (.+)')
 
 
 class FourfoldError(Exception):
@@ -71,10 +74,13 @@ class ExecutorClosed(EngineError):
 
 
 class WorkerError(EngineError):
-    """An exception on one rank, carried to the caller with where and when it happened."""
+    """An exception on one rank, carried to the caller with where and when it happened.
+
+    Its text names the rank, the phase and, after the message, the line that raised.
+    """
 
     def __init__(self, rank: int, phase: str, type_name: str, message: str, traceback: str = "") -> None:
-        super().__init__(f"rank {rank} failed in {phase}: {type_name}: {message}")
+        super().__init__(f"rank {rank} failed in {phase}: {type_name}: {message}{_place(traceback)}")
         self.rank = rank
         self.phase = phase
         self.type_name = type_name
@@ -97,3 +103,9 @@ class RpcTimeout(EngineError, TimeoutError):
         self.method = method
         self.timeout = timeout
         self.missing_ranks = tuple(missing_ranks)
+
+
+def _place(traceback: str) -> str:
+    """The innermost line of a traceback, in brackets; of the file its name alone."""
+    frames = _FRAME.findall(traceback)
+    return " ({}, line {}, in {})".format(*frames[-1]) if frames else ""

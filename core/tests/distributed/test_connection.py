@@ -61,13 +61,40 @@ def build_sleeper(context: CommunicatorContext) -> Any:
     return build_plain(context)
 
 
+class Staller(ProcessGroupCommunicator):
+    """Never comes back from a sum on the last rank."""
+
+    def all_reduce(self, tensor: torch.Tensor, *, channel: int = 0) -> torch.Tensor:
+        if self.rank == self.world_size - 1:
+            threading.Event().wait(20)
+        return super().all_reduce(tensor, channel=channel)
+
+
+def build_staller(context: CommunicatorContext) -> Any:
+    return build_plain(context, Staller)
+
+
+def build_slow(context: CommunicatorContext) -> Any:
+    """Takes longer on one rank than a self-test may."""
+    if context.rank == 1:
+        threading.Event().wait(2)
+    return build_plain(context)
+
+
 def build_cripple(context: CommunicatorContext) -> Any:
     if context.rank == 1:
         raise Unsupported("rank 1 has lost a leg")
     return build_plain(context)
 
 
-BUILDS = {"plain": build_plain, "liar": build_liar, "sleeper": build_sleeper, "cripple": build_cripple}
+BUILDS = {
+    "plain": build_plain,
+    "liar": build_liar,
+    "sleeper": build_sleeper,
+    "staller": build_staller,
+    "slow": build_slow,
+    "cripple": build_cripple,
+}
 
 
 def registry_of(names: list[str]) -> PluginRegistry:
@@ -87,12 +114,14 @@ def registry_of(names: list[str]) -> PluginRegistry:
     return load_plugins(entry_points=False, extra={"offers": Offers()})
 
 
-def connected(rank: Rank, names: list[str], *, comm: str = "auto", pp: int = 1, debug: bool = False) -> ModelParallel:
+def connected(
+    rank: Rank, names: list[str], *, comm: str = "auto", pp: int = 1, debug: bool = False, self_test: float = 10.0
+) -> ModelParallel:
     tp = rank.world_size // pp
     config = EngineConfig(
         parallel=ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp, debug_collectives=debug),
         backends=BackendConfig(comm=comm),
-        timeouts=TimeoutConfig(startup_timeout=30.0, stall_timeout=4.0),
+        timeouts=TimeoutConfig(startup_timeout=30.0, stall_timeout=4.0, self_test_timeout=self_test),
     )
     context = WorkerContext(
         config=config, layout=config.parallel.layout, rank=rank.rank, open_store=lambda: scoped(rank.store, "engine")
@@ -100,20 +129,22 @@ def connected(rank: Rank, names: list[str], *, comm: str = "auto", pp: int = 1, 
     return connect(context, registry_of(names), device=CPU)
 
 
-def outcome(rank: Rank, names: list[str], comm: str, seconds: float) -> list[Any]:
+def outcome(
+    rank: Rank, names: list[str], comm: str = "auto", self_test: float = 10.0, build: float = 30.0
+) -> list[Any]:
     """[chosen communicator or error, warnings]."""
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     connection.log.addHandler(handler)
-    before, connection.SELF_TEST_TIMEOUT = connection.SELF_TEST_TIMEOUT, seconds
+    before, connection.BUILD_TIMEOUT = connection.BUILD_TIMEOUT, build
     try:
-        parallel = connected(rank, names, comm=comm)
+        parallel = connected(rank, names, comm=comm, self_test=self_test)
     except FourfoldError as error:
         return [f"{type(error).__name__}: {error}", records]
     finally:
         connection.log.removeHandler(handler)
-        connection.SELF_TEST_TIMEOUT = before
+        connection.BUILD_TIMEOUT = before
     found = parallel.tp.all_reduce(torch.ones(3))
     assert found.tolist() == [rank.world_size] * 3
     parallel.close()
@@ -121,11 +152,11 @@ def outcome(rank: Rank, names: list[str], comm: str, seconds: float) -> list[Any
 
 
 def test_the_best_that_works_is_taken(rank_pool: Pool) -> None:
-    assert rank_pool(2).run(outcome, ["plain", "liar"], "auto", 30.0) == [["plain", []]] * 2
+    assert rank_pool(2).run(outcome, ["plain", "liar"]) == [["plain", []]] * 2
 
 
 def test_wrong_data_is_vetoed_by_name_and_reason(rank_pool: Pool) -> None:
-    for chosen, warnings in rank_pool(2).run(outcome, ["liar", "plain"], "auto", 30.0):
+    for chosen, warnings in rank_pool(2).run(outcome, ["liar", "plain"]):
         assert chosen == "plain"
         (warning,) = warnings
         assert "communicator 'liar' cannot be used for group tp, taking the next one: rank 1: all_reduce of" in warning
@@ -134,25 +165,33 @@ def test_wrong_data_is_vetoed_by_name_and_reason(rank_pool: Pool) -> None:
 
 
 def test_what_cannot_be_built_on_one_rank_is_vetoed_on_all(rank_pool: Pool) -> None:
-    for chosen, warnings in rank_pool(2).run(outcome, ["cripple", "liar", "plain"], "auto", 3.0):
+    for chosen, warnings in rank_pool(2).run(outcome, ["cripple", "liar", "plain"]):
         assert chosen == "plain"
-        assert "rank 1 has lost a leg" in warnings[0] or "did not finish" in warnings[0]
+        assert "rank 1: rank 1 has lost a leg" in warnings[0]
         assert len(warnings) == 2
 
 
-def test_a_hang_is_vetoed(rank_pool: Pool) -> None:
-    for chosen, warnings in rank_pool(2).run(outcome, ["sleeper", "plain"], "auto", 2.0):
+def test_a_hang_is_vetoed_by_name_and_reason(rank_pool: Pool) -> None:
+    for chosen, (warning,) in rank_pool(2).run(outcome, ["staller", "plain"], "auto", 1.0):
         assert chosen == "plain"
-        assert "did not finish its self-test within 2 s" in warnings[0]
+        assert "communicator 'staller' cannot be used for group tp, taking the next one: rank" in warning
+        assert "it did not finish its self-test within 1 s (--self-test-timeout)" in warning
+
+
+def test_building_has_a_deadline_of_its_own(rank_pool: Pool) -> None:
+    assert rank_pool(2).run(outcome, ["slow", "plain"], "auto", 1.0) == [["slow", []]] * 2
+    for chosen, (warning,) in rank_pool(2).run(outcome, ["sleeper", "plain"], "auto", 10.0, 1.0):
+        assert chosen == "plain"
+        assert "it was not built within 1 s" in warning
 
 
 def test_a_named_one_that_fails_is_an_error(rank_pool: Pool) -> None:
-    for found, _ in rank_pool(2).run(outcome, ["liar", "plain"], "liar", 30.0):
+    for found, _ in rank_pool(2).run(outcome, ["liar", "plain"], "liar"):
         assert found.startswith("ConfigError: communicator 'liar' cannot be used for group tp: rank 1: all_reduce")
-    for found, _ in rank_pool(2).run(outcome, ["liar"], "auto", 30.0):
+    for found, _ in rank_pool(2).run(outcome, ["liar"]):
         assert found.startswith("ConfigError: no communicator can run here")
         assert "vetoed: liar: rank 1: all_reduce" in found
-    for found, _ in rank_pool(2).run(outcome, ["plain"], "plane", 30.0):
+    for found, _ in rank_pool(2).run(outcome, ["plain"], "plane"):
         assert "no communicator called 'plane'; did you mean 'plain'?" in found
 
 

@@ -92,7 +92,7 @@ def _model(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_engine_is_ready_after_a_forward_pass() -> None:
     executor = FakeExecutor()
     built = build.build_engine(EngineConfig(), _registry(executor), dp_rank=3)
-    assert executor.calls == ["load", "initialize_cache", "warm_up"]
+    assert executor.calls == ["load", "initialize_cache", "warm_up", "settle"]
     assert executor.context is not None
     assert executor.context.dp_rank == 3
     assert executor.cache is not None

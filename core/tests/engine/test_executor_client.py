@@ -29,6 +29,7 @@ class FakeExecutor:
     def __init__(self):
         self.calls = []
         self.step = Future()
+        self.rows = []
 
     def collective_rpc(self, method, *, args=(), timeout=None, reply_rank=None, non_block=False):
         self.calls.append((method, timeout, reply_rank))
@@ -52,6 +53,9 @@ class FakeExecutor:
         Path(folder).mkdir(exist_ok=True)
         piece = ShardPiece(file=f"{rank}", key="a#0", region=TensorRegion((rank,), (1,)))
         return msgspec.msgpack.encode({"a": ShardedTensor(shape=(2,), pieces=[piece])})
+
+    def processes(self):
+        return self.rows
 
     def on_failure(self, callback):
         self.calls.append(("on_failure", callback, None))
@@ -92,6 +96,12 @@ def test_calls_carry_typed_messages_and_their_deadlines(client, executor):
         ("on_failure", print, None),
         ("shutdown", None, None),
     ]
+
+
+def test_ranks_settle_where_their_processes_are_their_own(client, executor):
+    executor.rows = [{"pid": 1}, {"pid": 2}]
+    client.warm_up()
+    assert [method for method, _, _ in executor.calls] == ["warm_up", "settle"]
 
 
 def test_a_step_is_answered_by_the_output_rank(client, executor):

@@ -14,7 +14,8 @@ import msgspec
 import pytest
 
 from fourfold.errors import EngineError, ExecutorClosed, ExecutorFailed, RpcTimeout, WorkerError
-from fourfold_executor_mp.call import Call, ErrorReport
+from fourfold.rpc_call import ErrorReport
+from fourfold_executor_mp.call import Call
 from fourfold_executor_mp.channels import Channels
 from fourfold_executor_mp.frames import Frame, FrameReader, Kind, send_frame
 

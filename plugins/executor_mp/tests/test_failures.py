@@ -96,6 +96,37 @@ def test_an_error_does_not_wait_for_a_rank_that_hangs(start: Start) -> None:
     assert time.monotonic() - began < PROMPTLY
 
 
+@pytest.mark.parametrize("place", ["during wait", "while idle"])
+def test_a_rank_that_a_signal_stops_is_named_by_the_stall_limit(start: Start, place: str) -> None:
+    executor = start(stall_timeout=0.4)
+    failures: list[EngineError] = []
+    told = threading.Event()
+    executor.on_failure(failures.append)
+    executor.on_failure(lambda error: told.set())
+    ranks = pids(executor)
+    future = executor.collective_rpc("wait", args=(30, 0), non_block=True) if place == "during wait" else None
+    os.kill(ranks[1], signal.SIGSTOP)
+    assert told.wait(PROMPTLY)
+    text = f"rank 1 was stopped by a signal for 0.4 s {place}"
+    assert [str(failure) for failure in failures] == [text]
+    if future is not None:
+        with pytest.raises(ExecutorFailed, match=text):
+            future.result(0)
+    wait_until_gone(ranks)
+
+
+def test_a_rank_that_goes_on_in_time_is_left_alone(start: Start) -> None:
+    executor = start(stall_timeout=1.0)
+    ranks = pids(executor)
+    for _ in range(2):
+        os.kill(ranks[1], signal.SIGSTOP)
+        threading.Event().wait(0.5)
+        os.kill(ranks[1], signal.SIGCONT)
+        assert len(executor.collective_rpc("who")) == 2
+        threading.Event().wait(0.5)  # longer than from one look to the next
+    assert len(executor.collective_rpc("who")) == 2
+
+
 def test_a_stopped_rank_is_named_at_the_deadline_and_ended_with_the_others(start: Start) -> None:
     executor = start()
     ranks = pids(executor)

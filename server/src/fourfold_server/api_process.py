@@ -36,6 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m fourfold_server.api_process")
     parser.add_argument("run_directory", type=Path)
     parser.add_argument("--index", type=int, required=True)
+    parser.add_argument("--num-api-servers", type=int, required=True)
     parser.add_argument("--label", required=True)
     parser.add_argument("--channel", type=int, required=True)
     parser.add_argument("--log-level", required=True)
@@ -83,6 +84,7 @@ async def _serve(link: ParentLink, arguments: argparse.Namespace) -> Failure | N
         registry=registry,
         run_directory=arguments.run_directory,
         index=arguments.index,
+        num_api_servers=arguments.num_api_servers,
         restart_engine=lambda engine: _report(link, RestartEngine(engine=engine)),
     )
     announcer = _Announcer(link)

@@ -49,6 +49,7 @@ class ApiServerContext:
     registry: PluginRegistry
     run_directory: Path
     index: int
+    num_api_servers: int
     restart_engine: Callable[[int], None]
     """Asks the supervisor to restart a replica."""
 
@@ -70,7 +71,12 @@ class ApiServer:
             context.index,
             num_engines,
             balancer.entry.build(
-                LoadBalancerContext(num_engines=num_engines, seed=context.index, block_size=block_size)
+                LoadBalancerContext(
+                    num_engines=num_engines,
+                    num_servers=context.num_api_servers,
+                    seed=context.index,
+                    block_size=block_size,
+                )
             ),
             block_size=block_size,
             coordinated=num_engines > 1,

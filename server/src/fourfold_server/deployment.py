@@ -66,6 +66,7 @@ class Deployment:
                 registry=registry,
                 run_directory=run_directory.path,
                 index=0,
+                num_api_servers=shape.num_api_servers,
                 restart_engine=supervisor.restart_engine,
             ),
             on_change=self._announce,

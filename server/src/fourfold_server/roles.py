@@ -168,6 +168,7 @@ class ApiServerRole:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channels[process.index] = ours, theirs
         arguments = [str(shape.run_directory), "--index", str(process.index), "--channel", str(theirs.fileno())]
+        arguments += ["--num-api-servers", str(shape.num_api_servers)]
         arguments += ["--label", process.label, "--log-level", shape.log_level]
         return ChildCommand(module=self._module, label=process.name, arguments=arguments, pass_fds=(theirs.fileno(),))
 

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from fourfold.errors import RequestError
-from fourfold_server.answer_writer import AnswerHead
 from fourfold_server.chat_writer import ChatWriter
 from fourfold_server.documentation import json_answers, request_body
-from fourfold_server.fields import read_fields
-from fourfold_server.generation import Generation
-from fourfold_server.json_body import read_json_object
+from fourfold_server.generating_request import GeneratingRequest
 from fourfold_server.preparation import build_requests, check_choices, encode_chat, new_id
-from fourfold_server.replica_choice import read_rank
-from fourfold_server.reply_headers import ignored_header
-from fourfold_server.sampling_fields import check_constants, read_stream_options
 from fourfold_server.schemas_chat import CHAT_FIELDS, ChatCompletion, read_messages
 from fourfold_server.state import ServerState
 from fourfold_server.streaming import answer
-from fourfold_server.usage import count_usage
 
 EXAMPLE = {
     "model": "smollm2",
@@ -48,21 +40,14 @@ def chat_router(state: ServerState) -> APIRouter:
     return router
 
 
-async def _chat(state: ServerState, request: Request) -> Response:
-    arrival = time.monotonic()
-    model = state.serving()
-    rank = read_rank(request.headers, len(state.client.links))
-    body = await read_json_object(request, state)
-    strict = state.config.strict_fields
-    values, ignored = read_fields(CHAT_FIELDS, body.values, strict=strict)
-    messages = read_messages(values["messages"], strict=strict, ignored=ignored)
-    include_usage = read_stream_options(values, strict=strict, ignored=ignored)
+async def _chat(state: ServerState, http: Request) -> Response:
+    request = await GeneratingRequest.read(state, http, CHAT_FIELDS)
+    model, values = request.model, request.values
+    messages = read_messages(values["messages"], strict=state.config.strict_fields, ignored=request.ignored)
     logprobs = _logprobs(values)
     max_tokens, its_name = _max_tokens(values)
     check_choices(values["n"], 1)
-    check_constants(body.constants)
-    state.check_model_name(values["model"])
-    limit = state.context_limit()
+    limit = request.admit()
     prompt = await state.text_pool.run(encode_chat, model, messages, values, limit=limit)
     request_id = new_id("chatcmpl")
     try:
@@ -79,22 +64,8 @@ async def _chat(state: ServerState, request: Request) -> Response:
         )
     except RequestError as error:
         raise _renamed(error, {"max_tokens": its_name, "logprobs": "top_logprobs"}) from error
-    generation = Generation(state.client, model.tokenizer, state.metrics, requests, arrival=arrival, rank=rank)
-    head = AnswerHead(
-        request_id=request_id, created=int(time.time()), model=state.served_names[0], include_usage=include_usage
-    )
     return await answer(
-        request.receive,
-        generation,
-        ChatWriter(head, model.tokenizer, prompt, values),
-        stream=values["stream"],
-        include_usage=include_usage,
-        count_usage=lambda: count_usage(
-            prompt_tokens=len(prompt.token_ids),
-            completion_tokens=generation.completion_tokens,
-            cached_tokens=generation.cached_tokens(0),
-        ),
-        headers=ignored_header(ignored),
+        request, request_id, [prompt], requests, lambda head: ChatWriter(head, model.tokenizer, prompt, values)
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -101,7 +102,7 @@ def _simulate(
     entries = [select("load balancer", installed, name, EngineConfig()).entry for name in policies or installed]
     outcomes = {}
     for entry in entries:
-        with click.progressbar(length=1000, label=entry.name, file=click.get_text_stream("stderr")) as bar:
+        with click.progressbar(length=1000, label=entry.name, file=sys.stderr) as bar:
 
             def show(share: float, bar: Any = bar) -> None:
                 bar.update(int(1000 * share) - bar.pos)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fourfold.errors import RequestError
-from fourfold_server.answer_writer import AnswerWriter
+from fourfold.messages import AddRequest
+from fourfold_server.answer_writer import AnswerHead, AnswerWriter
 from fourfold_server.disconnect import DisconnectWatch
 from fourfold_server.errors import error_body
+from fourfold_server.generating_request import GeneratingRequest
 from fourfold_server.generation import Generation
-from fourfold_server.usage import Usage
+from fourfold_server.preparation import Prompt
+from fourfold_server.reply_headers import ignored_header
+from fourfold_server.usage import Usage, count_usage
 
 SEND_DEADLINE_SECONDS = 300.0
 """A client that takes nothing for this long is treated as gone."""
@@ -25,21 +30,40 @@ logger = logging.getLogger(__name__)
 
 
 async def answer(
-    receive: Receive,
-    generation: Generation,
-    writer: AnswerWriter,
-    *,
-    stream: bool,
-    include_usage: bool,
-    count_usage: Callable[[], Usage],
-    headers: Mapping[str, str],
+    request: GeneratingRequest,
+    request_id: str,
+    prompts: Sequence[Prompt],
+    requests: Sequence[AddRequest],
+    make_writer: Callable[[AnswerHead], AnswerWriter],
 ) -> Response:
-    """Submit the generation and answer with it. Raises RequestError for what fails before the first output.
+    """Generate ``requests``, those of a prompt together, and answer. Raises RequestError for what fails before output.
 
     A stream's status and headers are sent with its first output, so that a refusal by the engine is still an HTTP
     error and no event.
     """
-    watch = DisconnectWatch(receive, generation.close)
+    state, stream = request.state, request.values["stream"]
+    generation = Generation(
+        state.client, request.model.tokenizer, state.metrics, requests, arrival=request.arrival, rank=request.rank
+    )
+    writer = make_writer(
+        AnswerHead(
+            request_id=request_id,
+            created=int(time.time()),
+            model=state.served_names[0],
+            include_usage=request.include_usage,
+        )
+    )
+
+    def usage() -> Usage:
+        first_choices = range(0, len(requests), request.values["n"])
+        return count_usage(
+            prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
+            completion_tokens=generation.completion_tokens,
+            cached_tokens=sum(generation.cached_tokens(index) for index in first_choices),
+        )
+
+    headers = ignored_header(request.ignored)
+    watch = DisconnectWatch(request.http.receive, generation.close)
     try:
         generation.submit()
         await generation.wait(until_end=not stream)
@@ -49,15 +73,15 @@ async def answer(
             raise generation.error
         if stream:
             return EventStream(
-                generation, watch, writer, count_usage=count_usage if include_usage else None, headers=headers
+                generation, watch, writer, count_usage=usage if request.include_usage else None, headers=headers
             )
-        body = writer.whole(generation.take(), count_usage())
+        body = writer.whole(generation.take(), usage())
     except BaseException:
         generation.close()
         watch.stop()
         raise
     watch.stop()
-    return Response(body, media_type="application/json", headers=dict(headers))
+    return Response(body, media_type="application/json", headers=headers)
 
 
 class EventStream(Response):

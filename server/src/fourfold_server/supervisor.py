@@ -30,8 +30,8 @@ MAX_RAPID_CRASHES = 3
 """Of an engine, after which the deployment ends if no other engine is ready."""
 _STARTUP_GRACE = 5.0
 """Seconds, or a tenth if that is less, beyond --startup-timeout: the process itself knows for whom it waits."""
-_LAST_WORD_GRACE = 10.0
-"""Seconds from an engine's last word to its end."""
+_ENDING_TIMEOUT = 20.0
+"""Seconds for a process that has failed to end its children and itself."""
 
 
 class Role(Protocol):
@@ -201,10 +201,11 @@ class Supervisor:
                     self._table.set(process.role, process.label, "running", pid=process.child.pid, detail=detail)
                 role.ready(process, message)
             case EngineFailed() | ProcessFailed():
-                if process.ready and process.last_word is None and process.child is not None:
-                    role.lost(process, process.explain_word(message).message)
-                    process.wake_at(time.monotonic() + _LAST_WORD_GRACE, partial(_kill, process.child))
-                process.last_word = message
+                if process.last_word is None:  # what follows may be an echo
+                    process.last_word = message
+                    if process.ready and process.child is not None:  # it has yet to end its workers
+                        role.lost(process, process.explain_word(message).message)
+                        process.wake_at(time.monotonic() + _ENDING_TIMEOUT, partial(_kill, process.child))
             case RestartEngine():
                 self._drain_engine(message.engine)
 

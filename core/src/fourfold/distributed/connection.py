@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SELF_TEST_TIMEOUT: Final = 60.0
-"""Seconds for building and testing one communicator; a compiler may run meanwhile."""
+BUILD_TIMEOUT: Final = 60.0
+"""Seconds for building one communicator; a compiler may run meanwhile."""
 _LOOK_EVERY: Final = 0.25
 CPU: Final = torch.device("cpu")
 
@@ -55,12 +55,15 @@ def connect(context: WorkerContext, registry: PluginRegistry, *, device: torch.d
     return initialize_model_parallel(layout, context.rank, connector.links, log=connector.log)
 
 
-class _Verdict(NamedTuple):
-    communicator: Communicator | None
+class Verdict(NamedTuple):
+    """What one rank says of a communicator after a phase."""
+
     problem: str
-    """Empty: it may be used."""
+    """Empty: all right."""
     knows_why: bool = True
     """Whether the problem was seen here, and is not just a wait in vain for other ranks."""
+    hangs: bool = False
+    """Whether its thread still runs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,13 +122,10 @@ class _Connector:
         vetoes: list[str] = []
         while True:
             name = self._proposal(group, remaining, wanted, vetoes)
-            verdict = self._try(group, name, len(vetoes))
-            veto = self._common_verdict(group, name, verdict, len(vetoes))
-            if not veto and verdict.communicator is not None:
+            communicator, veto = self._try(group, name, len(vetoes))
+            if communicator is not None:
                 log.info("group %s of rank(s) %s: communicator %r", group.name, list(group.ranks), name)
-                return name, self._checked(group, verdict.communicator)
-            if verdict.communicator is not None and not verdict.problem:
-                verdict.communicator.close()
+                return name, self._checked(group, communicator)
             if wanted != AUTO:
                 raise ConfigError(f"communicator {name!r} cannot be used for group {group.name}: {veto}")
             log.warning("communicator %r cannot be used for group %s, taking the next one: %s", name, group.name, veto)
@@ -152,8 +152,8 @@ class _Connector:
             raise ConfigError(f"rank {group.ranks[0]} chose communicator {answer[1:]!r}, which is not installed here")
         return answer[1:]
 
-    def _try(self, group: _Group, name: str, attempt: int) -> _Verdict:
-        """Build and test ``name`` on a thread of its own, so that a hang is an answer too."""
+    def _try(self, group: _Group, name: str, attempt: int) -> tuple[Communicator | None, str]:
+        """``name``, built and tested on every rank, or the veto on it, which is the same for all."""
         timeouts = self._config.timeouts
         context = CommunicatorContext(
             group=group.name,
@@ -165,29 +165,45 @@ class _Connector:
             one_host=group.one_host,
         )
         entry = self._entries[name]
-        limit = min(SELF_TEST_TIMEOUT, self._startup)
+        built: list[Communicator] = []
 
-        def build_and_test() -> _Verdict:
-            communicator = entry.build(context)
-            return _Verdict(communicator, self_test(communicator, group.device) or "")
+        def build() -> str:
+            built.append(entry.build(context))
+            return ""
 
-        objection = f"objection {attempt}"
-        verdict = within(limit, build_and_test, stop=lambda: bool(group.store.check([objection])))
+        limit = min(BUILD_TIMEOUT, self._startup)
+        verdict = self._within(group, f"building {name!r}", limit, f"it was not built within {limit:g} s", build)
+        veto = self._common_verdict(group, f"building {name!r}", verdict)
+        if not veto:
+            # Only now, so that a rank whose compiler runs long is not taken for one that hangs.
+            limit = timeouts.self_test_timeout
+            late = f"it did not finish its self-test within {limit:g} s (--self-test-timeout)"
+            verdict = self._within(
+                group, f"testing {name!r}", limit, late, lambda: self_test(built[0], group.device) or ""
+            )
+            veto = self._common_verdict(group, f"testing {name!r}", verdict)
+        if veto and built and not verdict.hangs:
+            built.pop().close()
+        return (None, veto) if veto else (built[0], "")
+
+    def _within(self, group: _Group, phase: str, seconds: float, late: str, work: Callable[[], str]) -> Verdict:
+        objection = f"objection to {phase}"
+        verdict = within(seconds, work, late=late, stop=lambda: bool(group.store.check([objection])))
         if verdict.problem:
             group.store.set(objection, "")
         return verdict
 
-    def _common_verdict(self, group: _Group, name: str, verdict: _Verdict, attempt: int) -> str:
+    def _common_verdict(self, group: _Group, phase: str, verdict: Verdict) -> str:
         """One rank's objection, the same for all: of one that knows why, if there is any."""
         known = "known" if verdict.knows_why else "guessed"
         answers = exchange(
             group.store,
-            f"verdict {attempt}",
+            f"verdict on {phase}",
             f"{known} {verdict.problem}".encode() if verdict.problem else b"",
             rank=group.rank,
             ranks=group.ranks,
             timeout=self._startup,
-            what=f"testing communicator {name!r} of group {group.name}",
+            what=f"{phase} for group {group.name}",
         )
         objections = [(rank, *one.decode().split(" ", 1)) for rank, one in zip(group.ranks, answers) if one]
         objections.sort(key=lambda one: one[1] != "known")
@@ -199,19 +215,20 @@ class _Connector:
         return CheckedCommunicator(communicator, group=group.name, ranks=group.ranks, log=self.log)
 
 
-def within(seconds: float, build: Callable[[], _Verdict], stop: Callable[[], bool]) -> _Verdict:
-    """What ``build`` returns; what it raises, or that it is not done within ``seconds``, as a problem.
+def within(seconds: float, work: Callable[[], str], *, late: str, stop: Callable[[], bool]) -> Verdict:
+    """The problem that ``work`` returns; what it raises, or ``late`` after ``seconds``, is one too.
 
-    ``stop`` is asked now and then: whether another rank has found a problem, so that waiting is in vain.
+    It runs on a thread of its own, so that a hang is an answer. ``stop`` is asked now and then: whether another rank
+    has found a problem, so that waiting is in vain.
     """
-    answers: list[_Verdict] = []
+    problems: list[str] = []
 
     def run() -> None:
         try:
-            answers.append(build())
+            problems.append(work())
         except Exception as error:  # whatever a plugin raises is its verdict
             kind = "" if isinstance(error, FourfoldError) else f"{type(error).__name__}: "
-            answers.append(_Verdict(None, f"{kind}{error}" or type(error).__name__))
+            problems.append(f"{kind}{error}" or type(error).__name__)
 
     thread = threading.Thread(target=run, name="communicator-test", daemon=True)
     thread.start()
@@ -219,8 +236,8 @@ def within(seconds: float, build: Callable[[], _Verdict], stop: Callable[[], boo
     while thread.is_alive() and time.monotonic() < deadline:
         thread.join(min(_LOOK_EVERY, max(0.0, deadline - time.monotonic())))
         if thread.is_alive() and stop():
-            return _Verdict(None, "it waits for a rank that has given up", knows_why=False)
-    return answers[0] if answers else _Verdict(None, f"it did not finish its self-test within {seconds:g} s")
+            return Verdict("it waits for a rank that has given up", knows_why=False, hangs=True)
+    return Verdict(problems[0]) if problems else Verdict(late, hangs=True)
 
 
 def _nobody(name: GroupName, ranks: tuple[int, ...], rank: int) -> GroupLinks:

@@ -64,6 +64,8 @@ class ExecutorClient:
     def warm_up(self) -> None:
         """Run a real forward pass on every rank, so that the first request meets nothing cold."""
         self._executor.collective_rpc("warm_up", timeout=self._startup_left())
+        if self._executor.processes():
+            self._executor.collective_rpc("settle", timeout=self._startup_left())
 
     def execute_model(self, step: StepMessage) -> Future[StepOutput]:
         """Start one step; the future holds the output rank's reply, or the error of any rank."""

@@ -77,6 +77,9 @@ def _serve(link: ParentLink, arguments: argparse.Namespace) -> None:
     registry.events.engine_started(ready)
     try:
         loop.run()
+    except Exception as error:
+        link.report(_describe_failure(error, arguments))  # clients must not wait for the workers to end
+        raise
     finally:
         registry.events.engine_stopped(ready)
         loop.close()

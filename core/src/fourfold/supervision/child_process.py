@@ -25,6 +25,7 @@ from typing import Self, TypeVar
 
 from fourfold.errors import EngineError
 from fourfold.supervision.parent_watch import HELD_SIGNALS, MAX_REPORT_BYTES, PARENT_VARIABLE, STOP
+from fourfold.supervision.stopped_processes import StoppedProcesses
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -55,8 +56,12 @@ class ChildExit:
 
     status: int
     """Its exit code, or minus the number of the signal that killed it."""
+    reason: str = ""
+    """Why its supervisor killed it, if it did so by itself."""
 
     def __str__(self) -> str:
+        if self.reason:
+            return self.reason
         if self.status >= 0:
             return f"exited with code {self.status}"
         return f"was killed by signal {-self.status} ({_signal_name(-self.status)})"
@@ -70,6 +75,7 @@ class ChildProcess:
         self.label = label
         self.exit: ChildExit | None = None
         """How it ended; None while it runs."""
+        self._reason = ""
         self._process = process
         self._link = link
         self._ended = threading.Event()
@@ -98,6 +104,11 @@ class ChildProcess:
         """Send a signal unless it has ended."""
         self._process.send_signal(signum)
 
+    def kill(self, reason: str) -> None:
+        """End it at once; its exit then gives ``reason``."""
+        self._reason = reason
+        self.send_signal(signal.SIGKILL)
+
     def wait(self, timeout: float) -> ChildExit | None:
         """Wait until it has ended and its last report was heard; None when ``timeout`` seconds pass first."""
         self._ended.wait(timeout)
@@ -115,7 +126,7 @@ class ChildProcess:
     def reap(self) -> ChildExit:
         """Take the exit status of a process that has ended, and wake those who wait."""
         self._link.close()
-        self.exit = ChildExit(status=self._process.wait(_KILL_TIMEOUT))
+        self.exit = ChildExit(status=self._process.wait(_KILL_TIMEOUT), reason=self._reason)
         self._ended.set()
         return self.exit
 
@@ -130,7 +141,9 @@ class ChildSupervisor:
     Callbacks run on that thread, for each child in the order report, report, exit, and must not wait for anything.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, stall_timeout: float | None = None) -> None:
+        """``stall_timeout``: a child that a signal has stopped for so many seconds is killed; None: never."""
+        self._stopped = None if stall_timeout is None else StoppedProcesses(stall_timeout)
         self._selector = selectors.DefaultSelector()
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
@@ -203,14 +216,28 @@ class ChildSupervisor:
         # The mask is inherited, so a child is deaf to these until it says what it does about them.
         signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
         self._selector.register(self._wake_receiver, selectors.EVENT_READ, self._run_tasks)
+        next_look = 0.0
         while self._selector.get_map():  # None once closed
-            for key, _ in self._selector.select():
+            wait = None
+            if self._stopped is not None and self._children:
+                wait = max(0.0, next_look - time.monotonic())
+                if not wait:
+                    self._kill_stopped(self._stopped)
+                    next_look = time.monotonic() + self._stopped.look_every
+                    continue
+            for key, _ in self._selector.select(wait):
                 try:
                     key.data()
                 except Exception:
                     logger.exception("a supervision callback failed")
         self._wake_receiver.close()
         self._wake_sender.close()
+
+    def _kill_stopped(self, stopped: StoppedProcesses) -> None:
+        overdue = stopped.overdue([child.pid for child in self._children])
+        for child in self._children:
+            if child.pid in overdue:
+                child.kill(str(stopped))
 
     def _run_tasks(self) -> None:
         self._wake_receiver.recv(4096)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from typing import Any
@@ -81,3 +82,8 @@ def plugin_manifest(worker: EchoWorker) -> list[tuple[str, str, str]]:
     from fourfold.plugins import load_plugins
 
     return [(row.plugin, row.distribution, row.version) for row in load_plugins().manifest]
+
+
+def frozen_objects(worker: object) -> int:
+    """How many objects this rank's collector leaves alone."""
+    return gc.get_freeze_count()

@@ -6,6 +6,7 @@ what runs.
 
 from __future__ import annotations
 
+import gc
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from fourfold.checkpoints.progress import make_progress
+from fourfold.checkpoints.progress import NoProgress, make_progress
 from fourfold.checkpoints.recorded_reading import RecordedFormat
 from fourfold.checkpoints.resolve import Checkpoint, resolve_checkpoint
 from fourfold.checkpoints.sharded_writing import copy_side_files, write_shard
@@ -64,7 +65,8 @@ class Worker:
         # Every rank of every replica is taken to be on this host, so that they share its cores evenly.
         device = open_device(config, local_rank=context.local_rank, local_workers=context.layout.world_size)
         parallel = connect(context, registry, device=device.torch_device)
-        with closing(make_progress()) as progress:
+        first = context.rank == context.dp_rank == 0  # one bar for all: the ranks load alike
+        with closing(make_progress() if first else NoProgress()) as progress:
             checkpoint = resolve_checkpoint(config.model, registry, progress)
             reading = RecordedFormat(checkpoint.format)
             decoder = load_model(
@@ -108,6 +110,11 @@ class Worker:
     def warm_up(self) -> None:
         """Run one real prefill and decode, so that the first request finds everything in place."""
         self._ready("warm_up").warm_up()
+
+    def settle(self) -> None:
+        """Keep the collector from what lives now, in a process that is this rank's alone: it lives for good."""
+        gc.collect()
+        gc.freeze()
 
     def execute_model(self, message: bytes) -> bytes:
         """Run the step of a StepMessage; the reply is a StepOutput."""

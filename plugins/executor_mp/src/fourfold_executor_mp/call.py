@@ -6,9 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final
 
-import msgspec
-
-from fourfold.errors import EngineError, RpcTimeout, WorkerError
+from fourfold.errors import EngineError, RpcTimeout
+from fourfold.rpc_call import Reply, read_error
 from fourfold_executor_mp.frames import Frame, Kind
 
 SETTLE_SECONDS: Final = 0.1
@@ -16,17 +15,8 @@ SETTLE_SECONDS: Final = 0.1
 _PATIENCE: Final = 5.0
 """Seconds beyond the deadline of a call after which a caller no longer counts on being told."""
 
-Replies = list[bytes | bytearray | None]
-"""One a rank, in rank order; None where there is none."""
-
-
-class ErrorReport(msgspec.Struct, frozen=True, array_like=True):
-    """The payload of a frame of kind ERROR."""
-
-    phase: str
-    type_name: str
-    message: str
-    traceback: str
+Replies = list[Reply]
+"""One a rank, in rank order."""
 
 
 class Call:
@@ -76,9 +66,7 @@ class Call:
         if frame.kind == Kind.REPLY:
             self._replies[rank] = frame.payload
         elif frame.kind == Kind.ERROR and self._error is None:
-            report = msgspec.msgpack.decode(frame.payload, type=ErrorReport)
-            error = WorkerError(rank, report.phase, report.type_name, report.message, report.traceback)
-            self._error = error.shown_with_traceback()
+            self._error = read_error(frame.payload, rank=rank)
             self._decide_at = min(self.deadline, now + SETTLE_SECONDS)
         self.settled = self.settled or not self.missing
 

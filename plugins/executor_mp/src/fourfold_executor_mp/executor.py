@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final
@@ -17,12 +17,11 @@ from typing import Any, Final
 import msgspec
 
 from fourfold.config.transport import encode_config
-from fourfold.contracts.executor import Aggregate, Method
 from fourfold.entries import ExecutorContext
-from fourfold.errors import ConfigError, EngineError, ExecutorClosed, ExecutorFailed, WorkerError
+from fourfold.errors import EngineError, ExecutorClosed, ExecutorFailed, WorkerError
+from fourfold.executor_shell import ExecutorShell
 from fourfold.manifest import Fingerprint, compare_all
-from fourfold.rpc_method import method_name
-from fourfold.serialization import decode, encode
+from fourfold.rpc_call import RpcCall
 from fourfold.supervision.child_process import ChildCommand, ChildExit, ChildProcess, ChildSupervisor
 from fourfold.supervision.run_directory import process_state
 from fourfold_executor_mp.call import Call, Replies
@@ -40,7 +39,7 @@ _SHUTDOWN_TIMEOUT: Final = 15.0
 """Seconds that a second caller of ``shutdown`` waits for the first."""
 
 
-class MpExecutor:
+class MpExecutor(ExecutorShell):
     """A process per rank; see ``fourfold.contracts.executor.Executor`` for the promises."""
 
     def __init__(self, context: ExecutorContext) -> None:
@@ -49,18 +48,14 @@ class MpExecutor:
         Raises WorkerError or ExecutorFailed for a rank that cannot, PluginError and ConfigError for ranks that differ,
         RpcTimeout past --startup-timeout; no process is left then.
         """
+        super().__init__(context)
         self._layout = context.layout
         self._dp_rank = context.dp_rank
-        self._timeout = context.config.timeouts.rpc_timeout
-        self._state = threading.Lock()  # guards the three below, never held for long
-        self._closed = False
-        self._failure: EngineError | None = None
-        self._callbacks: list[Callable[[EngineError], None]] = []
         self._down = threading.Event()
         self._children: list[ChildProcess] = []
         streams = [socket.socketpair() for _ in range(self.world_size)]
         self._channels = Channels([ours for ours, _ in streams], describe=self._describe, on_broken=self._break)
-        self._supervisor = ChildSupervisor()
+        self._supervisor = ChildSupervisor(stall_timeout=self._timeouts.stall_timeout)
         try:
             self._start_ranks([theirs for _, theirs in streams])
             self._start_workers(context)
@@ -69,53 +64,9 @@ class MpExecutor:
             raise
 
     @property
-    def world_size(self) -> int:
-        """Ranks of this engine."""
-        return self._layout.engine_world_size
-
-    @property
-    def output_rank(self) -> int:
-        """The rank that samples."""
-        return self._layout.output_rank
-
-    @property
     def max_in_flight(self) -> int:
         """A step for every stage of the pipeline."""
         return self._layout.pp
-
-    def collective_rpc(
-        self,
-        method: Method,
-        *,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-        reply_rank: int | None = None,
-        aggregate: Aggregate | None = None,
-        non_block: bool = False,
-    ) -> Any:
-        """Call a worker method on every rank; see ``fourfold.contracts.executor.Executor``."""
-        name = method_name(method)
-        if reply_rank is not None and not 0 <= reply_rank < self.world_size:
-            raise ConfigError(f"reply_rank is {reply_rank}; this executor has ranks 0 to {self.world_size - 1}")
-        limit = self._timeout if timeout is None else timeout
-        # With a fold every rank's reply is needed, whoever is to have the result.
-        speaker = None if aggregate is not None else reply_rank
-        payload = encode([name, list(args), dict(kwargs or {}), speaker])
-        shape = partial(_shape, speaker, aggregate)
-        if non_block:
-            future: Future[Any] = self._channels.send(name, payload, timeout=limit, shape=shape).future
-            return future
-        return shape(self._channels.send(name, payload, timeout=limit, shape=_as_they_came).wait())
-
-    def on_failure(self, callback: Callable[[EngineError], None]) -> None:
-        """Call back once, on a thread of this executor, when a rank is lost; at once if one is already."""
-        with self._state:
-            failure = self._failure
-            if failure is None:
-                self._callbacks.append(callback)
-        if failure is not None:
-            callback(failure)
 
     def processes(self) -> list[dict[str, Any]]:
         """One row a rank that runs."""
@@ -127,9 +78,7 @@ class MpExecutor:
 
     def shutdown(self) -> None:
         """End all ranks; idempotent, from any thread. Calls on their way end with ExecutorClosed."""
-        with self._state:
-            first, self._closed = not self._closed, True
-        if not first:
+        if not self._close():
             if not self._channels.on_thread:
                 self._down.wait(_SHUTDOWN_TIMEOUT)
             return
@@ -143,6 +92,16 @@ class MpExecutor:
             self._channels.close()
         finally:
             self._down.set()
+
+    def _call(self, call: RpcCall) -> Any:
+        # Shaped here, since a large reply takes long to read and the listening thread has others to serve.
+        return call.result(self._send(call, _as_they_came).wait())
+
+    def _start(self, call: RpcCall) -> Future[Any]:
+        return self._send(call, call.result).future
+
+    def _send(self, call: RpcCall, shape: Callable[[Replies], Any]) -> Call:
+        return self._channels.send(call.name, call.encoded(), timeout=call.timeout, shape=shape)
 
     # --- start ---------------------------------------------------------------------------------------------------
 
@@ -200,29 +159,19 @@ class MpExecutor:
         """A rank's process has ended."""
         self._channels.drain(rank)  # what it said last may tell more
         phase = self._channels.phase(rank)
-        self._fail(ExecutorFailed(f"rank {rank} {how} {f'during {phase}' if phase else 'while idle'}", rank=rank))
+        place = f"during {phase}" if phase else "while idle"
+        failure = ExecutorFailed(f"rank {rank} {how} {place}", rank=rank)
+        self._fail(failure, first=partial(self._end_ranks, failure))
 
     def _break(self, error: BaseException) -> None:
-        self._fail(ExecutorFailed(f"calls reach the ranks no more after {type(error).__name__}: {error}"))
+        failure = ExecutorFailed(f"calls reach the ranks no more after {type(error).__name__}: {error}")
+        self._fail(failure, first=partial(self._end_ranks, failure))
 
-    def _fail(self, failure: ExecutorFailed) -> None:
-        with self._state:
-            if self._closed or self._failure is not None:
-                return
-            self._failure = failure
-            callbacks, self._callbacks = self._callbacks, []
-        self._channels.stop(
-            lambda name: ExecutorFailed(f"{name!r} was called, but the executor has failed: {failure}"),
-            partial(_cause, failure),
-        )
+    def _end_ranks(self, failure: ExecutorFailed) -> None:
+        self._channels.stop(lambda name: self._refusal(name, failure), partial(_cause, failure))
         logger.error("%s%s", failure, "; the other ranks are ended" if self.world_size > 1 else "")
         for child in self._children:
             child.send_signal(signal.SIGKILL)  # they may wait for the lost one for good
-        for callback in callbacks:
-            try:
-                callback(failure)
-            except Exception:
-                logger.exception("a callback for failures failed")
 
     # --- names ---------------------------------------------------------------------------------------------------
 
@@ -248,18 +197,6 @@ def _cause(failure: ExecutorFailed, call: Call) -> EngineError:
     if isinstance(call.error, WorkerError) and call.error.rank == failure.rank:
         return call.error
     return ExecutorFailed(str(failure), rank=failure.rank)
-
-
-def _shape(speaker: int | None, aggregate: Aggregate | None, replies: Replies) -> Any:
-    """What ``collective_rpc`` returns for these replies."""
-    if speaker is not None:
-        return _decoded(replies[speaker])
-    values = [_decoded(reply) for reply in replies]
-    return values if aggregate is None else aggregate(values)
-
-
-def _decoded(reply: bytes | bytearray | None) -> Any:
-    return None if reply is None else decode(reply)
 
 
 def _as_they_came(replies: Replies) -> Any:

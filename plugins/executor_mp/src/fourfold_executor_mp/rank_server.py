@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-import traceback
 from collections.abc import Iterator
 from pkgutil import resolve_name
 from typing import Any
@@ -17,9 +16,8 @@ from fourfold.entries import WorkerContext
 from fourfold.errors import EngineError
 from fourfold.manifest import fingerprint
 from fourfold.plugins import load_plugins
-from fourfold.rpc_method import bind_method
-from fourfold.serialization import decode, encode
-from fourfold_executor_mp.call import ErrorReport
+from fourfold.rpc_call import report_error, run_call
+from fourfold.serialization import decode
 from fourfold_executor_mp.frames import Frame, FrameReader, Kind, send_frame
 from fourfold_executor_mp.start_message import CONSTRUCTION, DISCOVERY, StartMessage
 
@@ -78,7 +76,7 @@ class RankServer:
             else:
                 answer = self._run(frame)
         except Exception as error:
-            answer = Frame(Kind.ERROR, number, _report(error, self._phase(frame)))
+            answer = Frame(Kind.ERROR, number, report_error(error, self._phase(frame)))
         with contextlib.suppress(ConnectionError):  # an executor that has gone ends this process in its own way
             send_frame(self._stream, answer)
 
@@ -116,11 +114,8 @@ class RankServer:
         return self._start
 
     def _run(self, frame: Frame) -> Frame:
-        name, args, kwargs, reply_rank = decode(frame.payload)
-        result = bind_method(self._worker, name)(*args, **kwargs)
-        if reply_rank is None or reply_rank == self._rank:
-            return Frame(Kind.REPLY, frame.number, encode(result))
-        return Frame(Kind.DONE, frame.number, b"")
+        reply = run_call(self._worker, frame.payload, rank=self._rank)
+        return Frame(Kind.DONE, frame.number, b"") if reply is None else Frame(Kind.REPLY, frame.number, reply)
 
     def _phase(self, frame: Frame) -> str:
         if frame.number < 2:
@@ -136,8 +131,3 @@ class RankServer:
             end()
         except Exception:  # a worker that ends badly must not keep the rank from ending
             logger.exception("the worker failed in shutdown")
-
-
-def _report(error: Exception, phase: str) -> bytes:
-    trace = "".join(traceback.format_exception(error))
-    return msgspec.msgpack.encode(ErrorReport(phase, type(error).__name__, str(error), trace))

@@ -6,15 +6,14 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from pkgutil import resolve_name
 from typing import Any, Final
 
-from fourfold.contracts.executor import Aggregate, Method
 from fourfold.entries import ExecutorContext, WorkerContext
-from fourfold.errors import ConfigError, EngineError, ExecutorClosed, ExecutorFailed, RpcTimeout, WorkerError
-from fourfold.rpc_method import bind_method, method_name
+from fourfold.errors import ConfigError, ExecutorFailed, RpcTimeout, WorkerError
+from fourfold.executor_shell import ExecutorShell
+from fourfold.rpc_call import RpcCall
+from fourfold.rpc_method import bind_method
 from fourfold.serialization import decode, encode
 
 _log = logging.getLogger(__name__)
@@ -22,15 +21,13 @@ _RANK: Final = 0
 _SHUTDOWN_WAIT: Final = 5.0  # seconds that shutdown waits for a call in progress before it leaves without the worker
 
 
-class UniprocExecutor:
+class UniprocExecutor(ExecutorShell):
     """The one worker of a one-rank engine, called directly; a call is done when it returns, ``non_block`` or not.
 
     Arguments and replies are encoded as they would be on a wire, so that nothing works here alone. A call that outlives
     its deadline cannot be interrupted; its reply is dropped and RpcTimeout raised when it returns.
     """
 
-    world_size = 1
-    output_rank = _RANK
     max_in_flight = 1
 
     def __init__(self, context: ExecutorContext) -> None:
@@ -40,47 +37,9 @@ class UniprocExecutor:
                 f"executor 'uniproc' runs one rank, and {context.layout} makes {ranks} for an engine; "
                 "choose another one with --executor"
             )
-        self._timeout = context.config.timeouts.rpc_timeout
+        super().__init__(context)
         self._calls = threading.Lock()  # held by the call in progress
-        self._state = threading.Lock()  # guards the three below, never held for long
-        self._closed = False
-        self._failure: EngineError | None = None
-        self._callbacks: list[Callable[[EngineError], None]] = []
         self._worker = _build_worker(context)
-
-    def collective_rpc(
-        self,
-        method: Method,
-        *,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-        reply_rank: int | None = None,
-        aggregate: Aggregate | None = None,
-        non_block: bool = False,
-    ) -> Any:
-        """Call a worker method; see ``fourfold.contracts.executor.Executor``."""
-        name = method_name(method)
-        if reply_rank not in (None, _RANK):
-            raise ConfigError(f"reply_rank is {reply_rank}; this executor has rank 0 only")
-        limit = self._timeout if timeout is None else timeout
-        if not non_block:
-            return self._shape(self._call(name, args, kwargs, limit), reply_rank, aggregate)
-        future: Future[Any] = Future()
-        try:
-            future.set_result(self._shape(self._call(name, args, kwargs, limit), reply_rank, aggregate))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-    def on_failure(self, callback: Callable[[EngineError], None]) -> None:
-        """Call back once when the worker is gone for good; at once if it is already."""
-        with self._state:
-            failure = self._failure
-            if failure is None:
-                self._callbacks.append(callback)
-        if failure is not None:
-            callback(failure)
 
     def processes(self) -> list[dict[str, Any]]:
         """None: the worker lives in the caller's process."""
@@ -88,8 +47,7 @@ class UniprocExecutor:
 
     def shutdown(self) -> None:
         """Let the worker go, after the call in progress; idempotent."""
-        with self._state:
-            self._closed = True
+        self._close()
         if not self._calls.acquire(timeout=_SHUTDOWN_WAIT):
             _log.warning("rank 0 is still in a call after %g s; it is left to the end of the process", _SHUTDOWN_WAIT)
             return
@@ -100,51 +58,28 @@ class UniprocExecutor:
         finally:
             self._calls.release()
 
-    def _call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None, timeout: float) -> Any:
-        deadline = time.monotonic() + timeout
-        if not self._calls.acquire(timeout=timeout):
-            raise RpcTimeout(name, timeout, [_RANK])
+    def _call(self, call: RpcCall) -> Any:
+        deadline = time.monotonic() + call.timeout
+        if not self._calls.acquire(timeout=call.timeout):
+            raise RpcTimeout(call.name, call.timeout, [_RANK])
         try:
-            self._check_open(name)
-            reply = self._run(name, args, kwargs or {})
+            self._check_open(call.name)
+            reply = self._run(call)
         finally:
             self._calls.release()
         if time.monotonic() > deadline:
-            raise RpcTimeout(name, timeout, [_RANK])
-        return reply
+            raise RpcTimeout(call.name, call.timeout, [_RANK])
+        return call.shaped([reply])
 
-    def _run(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        travelled_args = [_travel(value) for value in args]
-        travelled_kwargs = {key: _travel(value) for key, value in kwargs.items()}
+    def _run(self, call: RpcCall) -> Any:
+        args = [_travel(value) for value in call.args]
+        kwargs = {key: _travel(value) for key, value in call.kwargs.items()}
         try:
-            return _travel(bind_method(self._worker, name)(*travelled_args, **travelled_kwargs))
+            return _travel(bind_method(self._worker, call.name)(*args, **kwargs))
         except SystemExit as error:  # what would end a worker process ends this worker
-            failure = ExecutorFailed(f"rank 0 left with exit code {error.code} in {name}")
-            self._fail(failure)
-            raise failure from error
+            raise self._fail(ExecutorFailed(f"rank 0 left with exit code {error.code} in {call.name}")) from error
         except Exception as error:
-            raise WorkerError(_RANK, name, type(error).__name__, str(error), traceback.format_exc()) from error
-
-    def _check_open(self, name: str) -> None:
-        with self._state:
-            closed, failure = self._closed, self._failure
-        if closed:
-            raise ExecutorClosed(f"{name!r} was called after shutdown")
-        if failure is not None:
-            raise ExecutorFailed(f"{name!r} was called, but the executor has failed: {failure}")
-
-    def _fail(self, failure: EngineError) -> None:
-        with self._state:
-            self._failure = failure
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback(failure)
-
-    @staticmethod
-    def _shape(reply: Any, reply_rank: int | None, aggregate: Aggregate | None) -> Any:
-        if aggregate is not None:
-            return aggregate([reply])
-        return [reply] if reply_rank is None else reply
+            raise WorkerError(_RANK, call.name, type(error).__name__, str(error), traceback.format_exc()) from error
 
 
 def _build_worker(context: ExecutorContext) -> Any:

@@ -13,26 +13,25 @@ import os
 import queue
 import threading
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any, Final, Literal
 
 import msgspec
 
-from fourfold.contracts.executor import Aggregate, Method
 from fourfold.distributed.launched_store import open_launched_store, worker_store
+from fourfold.distributed.store import host_identity
 from fourfold.entries import ExecutorContext, WorkerContext
-from fourfold.errors import ConfigError, EngineError, ExecutorClosed, ExecutorFailed, RpcTimeout, WorkerError
+from fourfold.errors import ConfigError, EngineError, ExecutorFailed, RpcTimeout
+from fourfold.executor_shell import ExecutorShell
 from fourfold.manifest import Fingerprint, compare_all, fingerprint
 from fourfold.plugins import load_plugins
-from fourfold.rpc_method import bind_method, method_name
-from fourfold.serialization import decode, encode
+from fourfold.rpc_call import RpcCall, read_error, report_error, run_call
 from fourfold_executor_uniproc.launcher import LaunchedRank, read_launcher
 from fourfold_executor_uniproc.meeting import Meeting
+from fourfold_executor_uniproc.peers import PeerWatch
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +43,8 @@ _PARTING: Final = 5.0
 """Seconds that the rank that hosts the store waits for the others' goodbye."""
 _FAILED_PARTING: Final = 2.0
 """The same after a failure, which some of them may never hear."""
+_SETTLE: Final = 0.5
+"""Seconds that the loss of the meeting place waits for the watch: it may be the echo of its host's death."""
 
 
 class _Note(msgspec.Struct, frozen=True, array_like=True):
@@ -55,15 +56,16 @@ class _Note(msgspec.Struct, frozen=True, array_like=True):
     payload: bytes = b""
 
 
-class _Report(msgspec.Struct, frozen=True, array_like=True):
-    """The payload of an error."""
+class _Introduction(msgspec.Struct, frozen=True, array_like=True):
+    """The payload of the first note."""
 
-    type_name: str
-    message: str
-    traceback: str
+    fingerprint: Fingerprint
+    host: str
+    """Whose processes see each other."""
+    pid: int
 
 
-class ExternalExecutor:
+class ExternalExecutor(ExecutorShell):
     """See ``fourfold.contracts.executor.Executor``; a call must be made by every rank, in the same order.
 
     The worker lives on a thread of its own, so that a rank that waits in a collective still hears that another failed.
@@ -78,74 +80,36 @@ class ExternalExecutor:
         built on some rank, RpcTimeout naming ranks that did not come within --startup-timeout.
         """
         self._launched = launched or read_launcher(os.environ)
-        self.world_size = context.layout.engine_world_size
-        self.output_rank = context.layout.output_rank
+        super().__init__(context)
         if self._launched.world_size != self.world_size:
             raise ConfigError(
                 f"WORLD_SIZE is {self._launched.world_size}, and {context.layout} makes {self.world_size} ranks; "
                 "start as many as there are"
             )
-        timeouts = context.config.timeouts
-        self._timeout = timeouts.rpc_timeout
         self._compares_all = context.config.parallel.debug_collectives
         self._compared: set[str] = set()
         self._steps = itertools.count()
         self._rounds = itertools.count()
+        self._round = 0
+        """The last one that this rank took part in."""
+        self._at = ""
+        """The name of the call in progress."""
+        self._peers: PeerWatch | None = None
+        self._lost = threading.Event()
         self._calls = threading.Lock()  # held by the call in progress
-        self._state = threading.Lock()  # guards the three below, never held for long
-        self._closed = False
-        self._failure: EngineError | None = None
-        self._callbacks: list[Callable[[EngineError], None]] = []
         self._worker: Any = None
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        rank, startup = self._launched.rank, timeouts.startup_timeout
+        rank, startup = self._launched.rank, self._timeouts.startup_timeout
         store = open_launched_store(rank=rank, world_size=self.world_size, timeout=startup)
         self._meeting = Meeting(store, rank=rank, world_size=self.world_size, hosts_store=self._launched.hosts_store)
         self._thread = threading.Thread(target=self._work, name="external-worker", daemon=True)
         self._thread.start()
         try:
-            self._compare_fingerprints(context, startup)
+            self._introduce(context, startup)
             self._run(_CONSTRUCTION, b"", partial(self._build_worker, context, store), None, startup)
         except BaseException:
             self.shutdown()
             raise
-
-    def collective_rpc(
-        self,
-        method: Method,
-        *,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-        reply_rank: int | None = None,
-        aggregate: Aggregate | None = None,
-        non_block: bool = False,
-    ) -> Any:
-        """Call a worker method on every rank; see ``fourfold.contracts.executor.Executor``."""
-        name = method_name(method)
-        if reply_rank is not None and not 0 <= reply_rank < self.world_size:
-            raise ConfigError(f"reply_rank is {reply_rank}; this executor has ranks 0 to {self.world_size - 1}")
-        speaker = None if aggregate is not None else reply_rank
-        content = encode([name, list(args), dict(kwargs or {}), speaker])
-        limit = self._timeout if timeout is None else timeout
-        run = partial(self._call, name, content, speaker, limit, aggregate)
-        if not non_block:
-            return run()
-        future: Future[Any] = Future()
-        try:
-            future.set_result(run())
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-    def on_failure(self, callback: Callable[[EngineError], None]) -> None:
-        """Call back once when a rank is gone for good or the ranks have diverged; at once if they have."""
-        with self._state:
-            failure = self._failure
-            if failure is None:
-                self._callbacks.append(callback)
-        if failure is not None:
-            callback(failure)
 
     def processes(self) -> list[dict[str, Any]]:
         """None: a launcher has started the ranks, and their engines with them."""
@@ -153,11 +117,11 @@ class ExternalExecutor:
 
     def shutdown(self) -> None:
         """Let the worker go, after the call in progress; idempotent. The other ranks hear that this one has left."""
-        with self._state:
-            first, self._closed = not self._closed, True
-            failed = self._failure is not None
-        if not first:
+        if not self._close():
             return
+        failed = self._failure is not None
+        if self._peers is not None:
+            self._peers.close()
         self._tasks.put(self._end_worker)
         self._tasks.put(None)
         if self._calls.acquire(timeout=_PARTING):
@@ -169,24 +133,24 @@ class ExternalExecutor:
         self._thread.join(_FAILED_PARTING if failed else _PARTING)
         if self._thread.is_alive():
             logger.warning("rank %d is still in a call; it is left to the end of the process", self._launched.rank)
-        self._meeting.part(_PARTING)
+        self._meeting.part(_FAILED_PARTING if failed else _PARTING)
 
     # --- a call --------------------------------------------------------------------------------------------------
 
-    def _call(self, name: str, content: bytes, speaker: int | None, timeout: float, aggregate: Aggregate | None) -> Any:
-        deadline = time.monotonic() + timeout
-        if not self._calls.acquire(timeout=timeout):
-            raise RpcTimeout(name, timeout, [self._launched.rank])
+    def _call(self, call: RpcCall) -> Any:
+        content = call.encoded()
+        deadline = time.monotonic() + call.timeout
+        if not self._calls.acquire(timeout=call.timeout):
+            raise RpcTimeout(call.name, call.timeout, [self._launched.rank])
         try:
-            self._check_open(name)
-            step = next(self._steps) if name == STEP else None
-            replies = self._run(name, content, partial(self._answer, content), step, timeout, deadline=deadline)
+            self._check_open(call.name)
+            step = next(self._steps) if call.name == STEP else None
+            work = partial(self._answer, content)
+            replies = self._run(call.name, content, work, step, call.timeout, deadline=deadline)
         finally:
+            self._at = ""
             self._calls.release()
-        if speaker is not None:
-            return decode(replies[speaker])
-        values = [decode(reply) for reply in replies]
-        return values if aggregate is None else aggregate(values)
+        return call.result(replies)
 
     def _run(
         self,
@@ -197,31 +161,32 @@ class ExternalExecutor:
         timeout: float,
         *,
         deadline: float | None = None,
-    ) -> list[bytes]:
-        """``work`` on the worker's thread, and every rank's reply; empty for ranks that were not asked for one."""
+    ) -> list[bytes | None]:
+        """``work`` on the worker's thread, and every rank's reply; None for ranks that were not asked for one."""
         until = time.monotonic() + timeout if deadline is None else deadline
+        self._at = name
         digest = hashlib.blake2b(content, digest_size=8).digest()
         if self._compares_all or name not in self._compared:
             # Before the first collective that ranks with different input might run differently.
             note = _Note("announce", name, digest)
             self._exchange(note, step, timeout, until)
             self._compared.add(name)
-        number = next(self._rounds)
+        number = self._next_round()
         self._tasks.put(partial(self._give_outcome, number, name, digest, work))
         notes = self._take(number, name, timeout, until)
         self._check_alike(notes, name, step)
         self._raise_first_error(notes, name)
         if len(notes) < self.world_size:
             raise RpcTimeout(name, timeout, [rank for rank in range(self.world_size) if rank not in notes])
-        return [notes[rank].payload for rank in range(self.world_size)]
+        return [notes[rank].payload or None for rank in range(self.world_size)]
 
     def _exchange(self, note: _Note, step: int | None, timeout: float, until: float) -> dict[int, _Note]:
         """A round of its own, which the worker has no part in."""
-        number = next(self._rounds)
+        number = self._next_round()
         try:
             self._meeting.give(number, msgspec.msgpack.encode(note))
         except RuntimeError as error:
-            raise self._fail(ExecutorFailed(f"the ranks have lost the place where they meet: {error}")) from error
+            raise self._fail_without_meeting(note.name, error) from error
         notes = self._take(number, note.name, timeout, until)
         self._check_alike(notes, note.name, step)
         if len(notes) < self.world_size:
@@ -232,9 +197,37 @@ class ExternalExecutor:
     def _take(self, number: int, name: str, timeout: float, until: float) -> dict[int, _Note]:
         try:
             taken = self._meeting.take(number, max(0.0, until - time.monotonic()))
-        except ExecutorFailed as error:
-            raise self._fail(ExecutorFailed(f"{error}, in {name}")) from error
+            lost = "" if len(taken) == self.world_size else self._meeting.reason_to_give_up()
+        except RuntimeError as error:
+            raise self._fail_without_meeting(name, error) from error
+        if lost or self._lost.is_set():
+            raise super()._fail(ExecutorFailed(lost))  # without a goodbye, which would wait for the lost one
         return {rank: msgspec.msgpack.decode(note, type=_Note) for rank, note in taken.items()}
+
+    def _next_round(self) -> int:
+        self._round = next(self._rounds)
+        return self._round
+
+    def _fail_without_meeting(self, name: str, error: RuntimeError) -> EngineError:
+        self._lost.wait(_SETTLE)
+        return self._fail(ExecutorFailed(f"the ranks have lost the place where they meet, in {name}: {error}"))
+
+    def _lose(self, rank: int, how: str) -> None:
+        """On the thread of the watch: a rank of this host has ended or stands still."""
+        try:
+            if self._meeting.has_parted(rank):
+                return
+        except RuntimeError as error:
+            logger.debug("the meeting place has gone with rank %d: %s", rank, error)
+        failure = ExecutorFailed(f"rank {rank} {how} {f'during {self._at}' if self._at else 'while idle'}", rank=rank)
+        if super()._fail(failure) is not failure:
+            return
+        logger.error("%s", failure)
+        self._lost.set()
+        try:
+            self._meeting.abandon(self._round, str(failure))
+        except RuntimeError as error:
+            logger.debug("the others cannot be told: %s", error)
 
     def _check_alike(self, notes: Mapping[int, _Note], name: str, step: int | None) -> None:
         """Fail for good when ranks are not about the same thing."""
@@ -264,33 +257,25 @@ class ExternalExecutor:
                 raise self._fail(ExecutorFailed(left, rank=rank))
         for rank in sorted(notes):
             if notes[rank].kind == "error":
-                report = msgspec.msgpack.decode(notes[rank].payload, type=_Report)
-                error = WorkerError(rank, name, report.type_name, report.message, report.traceback)
-                raise error.shown_with_traceback()
+                raise read_error(notes[rank].payload, rank=rank)
 
-    def _compare_fingerprints(self, context: ExecutorContext, timeout: float) -> None:
+    def _introduce(self, context: ExecutorContext, timeout: float) -> None:
+        """Compare what the ranks are, and watch those that this one can see."""
+        host = host_identity()
         mine = fingerprint(context.config, load_plugins().manifest, rank=self._launched.rank)
-        note = _Note("announce", _DISCOVERY, b"", msgspec.msgpack.encode(mine))
-        notes = self._exchange(note, None, timeout, time.monotonic() + timeout)
-        compare_all([msgspec.msgpack.decode(notes[rank].payload, type=Fingerprint) for rank in sorted(notes)])
+        introduction = msgspec.msgpack.encode(_Introduction(mine, host, os.getpid()))
+        notes = self._exchange(
+            _Note("announce", _DISCOVERY, b"", introduction), None, timeout, time.monotonic() + timeout
+        )
+        ranks = {rank: msgspec.msgpack.decode(notes[rank].payload, type=_Introduction) for rank in sorted(notes)}
+        compare_all([one.fingerprint for one in ranks.values()])
+        pids = {rank: one.pid for rank, one in ranks.items() if one.host == host and one.pid != os.getpid()}
+        self._peers = PeerWatch(pids, stall_timeout=self._timeouts.stall_timeout, on_lost=self._lose)
 
-    def _check_open(self, name: str) -> None:
-        with self._state:
-            closed, failure = self._closed, self._failure
-        if closed:
-            raise ExecutorClosed(f"{name!r} was called after shutdown")
-        if failure is not None:
-            raise ExecutorFailed(f"{name!r} was called, but the executor has failed: {failure}")
-
-    def _fail(self, failure: EngineError) -> EngineError:
-        """Take no more calls, tell those who want to know, and give ``failure`` back to be raised."""
-        with self._state:
-            self._failure = failure
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback(failure)
+    def _fail(self, failure: EngineError, *, first: Callable[[], None] | None = None) -> EngineError:
+        found = super()._fail(failure, first=first)
         self._meeting.part(_FAILED_PARTING)
-        return failure
+        return found
 
     def _leave(self) -> None:
         note = msgspec.msgpack.encode(_Note("left", "shutdown", b""))
@@ -315,15 +300,11 @@ class ExternalExecutor:
         except SystemExit as error:  # what would end a worker process ends this worker
             note = _Note("gone", name, digest, str(error.code).encode())
         except Exception as error:
-            trace = "".join(traceback.format_exception(error))
-            report = _Report(type(error).__name__, str(error), trace)
-            note = _Note("error", name, digest, msgspec.msgpack.encode(report))
+            note = _Note("error", name, digest, report_error(error, name))
         self._meeting.give(number, msgspec.msgpack.encode(note), ends=note.kind in ("gone", "error"))
 
     def _answer(self, content: bytes) -> bytes | None:
-        name, args, kwargs, speaker = decode(content)
-        result = bind_method(self._worker, name)(*args, **kwargs)
-        return encode(result) if speaker in (None, self._launched.rank) else None
+        return run_call(self._worker, content, rank=self._launched.rank)
 
     def _build_worker(self, context: ExecutorContext, store: Any) -> None:
         launched = self._launched

@@ -13,8 +13,6 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Final
 
-from fourfold.errors import ExecutorFailed
-
 logger = logging.getLogger(__name__)
 
 _PIECE_BYTES: Final = 4 << 20
@@ -54,18 +52,35 @@ class Meeting:
     def take(self, number: int, timeout: float) -> dict[int, bytes]:
         """rank -> note when the round is over, or of those who have given within ``timeout`` seconds.
 
-        Raises ExecutorFailed when the store has gone, as it does with the process that hosts it.
+        Raises RuntimeError when the store has gone, as it does with the process that hosts it.
         """
-        try:
-            self._wait(f"{number}/over", timeout)
-            keys = [_key(number, rank) for rank in range(self._world_size)]
-            given = [rank for rank, key in enumerate(keys) if self._taking.check([key])]
-            notes = {rank: self._note(number, rank) for rank in given}
-            if len(notes) == self._world_size:
-                self._forget(number - 1)
-        except RuntimeError as error:
-            raise ExecutorFailed(f"the ranks have lost the place where they meet: {error}") from error
+        self._wait(f"{number}/over", timeout)
+        keys = [_key(number, rank) for rank in range(self._world_size)]
+        given = [rank for rank, key in enumerate(keys) if self._taking.check([key])]
+        notes = {rank: self._note(number, rank) for rank in given}
+        if len(notes) == self._world_size:
+            self._forget(number - 1)
         return notes
+
+    def abandon(self, number: int, reason: str) -> None:
+        """Let nobody wait any more, since a rank is lost; from any thread.
+
+        ``number`` is the last round that this rank took part in; others may be in the next one already.
+        """
+        with self._lock:
+            self._giving.set("lost", reason)
+            for one in (number, number + 1):
+                self._giving.set(f"{one}/over", b"over")
+
+    def reason_to_give_up(self) -> str:
+        """What another rank has said of a loss that it alone may have seen; empty where there is none."""
+        with self._lock:
+            return bytes(self._giving.get("lost")).decode() if self._giving.check(["lost"]) else ""
+
+    def has_parted(self, rank: int) -> bool:
+        """Whether a rank has said goodbye."""
+        with self._lock:
+            return bool(self._giving.check([f"parted/{rank}"]))
 
     def part(self, timeout: float) -> None:
         """Say goodbye. The host of the store waits for all, ``timeout`` seconds at most: they may have more to read."""
@@ -74,6 +89,7 @@ class Meeting:
         self._parted = True
         try:
             with self._lock:
+                self._giving.set(f"parted/{self._rank}", b"")
                 if self._giving.add("parted", 1) == self._world_size:
                     self._giving.set("all parted", b"over")
             if self._hosts_store:
