@@ -9,6 +9,7 @@ from pathlib import Path
 SCRIPTS = [
     "kernels_cpu.py",
     "scheduler.py",
+    "load_balancers.py",
     "offline.py",
     "tensor_parallel.py",
     "serving.py",

@@ -190,12 +190,14 @@ def fourfold_load_balancers() -> list[LoadBalancerEntry]:
             name="least-work",
             build=_lazy("fourfold.balancers.least_work:LeastWork"),
             summary="the engine with the fewest tokens still to do, and with room in its cache",
+            capabilities=frozenset({"load_aware"}),
             suits=lambda config: Suitability(score=10, reason="even work, whatever the requests"),
         ),
         LoadBalancerEntry(
             name="prefix-affinity",
             build=_lazy("fourfold.balancers.prefix_affinity:PrefixAffinity"),
             summary="the engine that holds the longest prefix of the prompt, unless it has too much to do",
+            capabilities=frozenset({"load_aware"}),
         ),
         LoadBalancerEntry(
             name="round-robin",
@@ -206,5 +208,6 @@ def fourfold_load_balancers() -> list[LoadBalancerEntry]:
             name="random-two",
             build=_lazy("fourfold.balancers.random_two:RandomTwo"),
             summary="of two drawn at random the one with less to do",
+            capabilities=frozenset({"load_aware"}),
         ),
     ]

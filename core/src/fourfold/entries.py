@@ -205,7 +205,7 @@ class ParallelLayerEntry(Entry["ParallelLayer"]):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadBalancerEntry(Entry["LoadBalancer"]):
-    """``build(LoadBalancerContext) -> LoadBalancer``."""
+    """``build(LoadBalancerContext) -> LoadBalancer``. Capability ``load_aware``: keeps away from busy engines."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,8 +48,8 @@ class Ledger:
         self._requests, self._to_start, self._decoding, self._last_steps = (
             array("q", bytes(8 * shares)) for _ in range(4)
         )
-        """A row an API server. Tokens to come of decoding requests are the sum of their last steps, less the present step
-        for each: so a step changes nothing here.
+        """A row an API server. Tokens to come of decoding requests are the sum of their last steps, less the present
+        step for each: so a step changes nothing here.
         """
 
     def send(self, request: int, engine: int) -> None:
