@@ -65,7 +65,7 @@ class World:
         engine = self.engines[rank]
         assert engine.step is None
         message = self.to_ranks[rank].popleft()
-        engine.wave.receive(message, has_work=engine.has_work)
+        engine.wave.receive(message)
         if engine.wave.pause == "abort":
             self.aborted += len(engine.running) + len(engine.waiting)
             engine.running.clear()
@@ -255,6 +255,6 @@ def test_a_rank_refuses_what_cannot_be() -> None:
     start = world.to_ranks[0][0]
     world.deliver_to_rank(0)
     with pytest.raises(EngineError, match="not idle"):
-        world.engines[0].wave.receive(start, has_work=False)
+        world.engines[0].wave.receive(start)
     with pytest.raises(EngineError, match="outside a wave"):
         world.engines[1].wave.step_done(StepVote(True, False), has_work=True)

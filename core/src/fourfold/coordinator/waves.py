@@ -92,7 +92,6 @@ class RankResumed(msgspec.Struct, frozen=True, kw_only=True, tag="resumed"):
 
     rank: int
     pause: int
-    has_work: bool
 
 
 CoordinatorNotice = WorkArrived | WaveStarted | WaveLeft | RankPaused | RankResumed
@@ -138,8 +137,8 @@ class WaveRank:
             self._announced = True
             self._send(WorkArrived(rank=self._rank))
 
-    def receive(self, message: RankInput, *, has_work: bool) -> None:
-        """Hear the coordinator. ``has_work``: whether anything waits or runs here."""
+    def receive(self, message: RankInput) -> None:
+        """Hear the coordinator."""
         match message:
             case StartWave():
                 if self._epoch is not None or self._pause is not None:
@@ -152,8 +151,7 @@ class WaveRank:
                     self._enter_pause()
             case ResumeWaves():
                 self._pause, self._paused = None, False
-                self._announced = has_work
-                self._send(RankResumed(rank=self._rank, pause=message.pause, has_work=has_work))
+                self._send(RankResumed(rank=self._rank, pause=message.pause))
 
     def vote(self, *, has_work: bool, has_begun: bool) -> StepVote:
         """The vote for the next step. ``has_begun``: whether a request runs that a pause of mode ``wait`` waits for."""
@@ -162,7 +160,10 @@ class WaveRank:
         return StepVote(has_work, self._pause.mode == "keep" or not has_begun)
 
     def step_done(self, reduced: StepVote, *, has_work: bool) -> bool:
-        """Hear what the votes of a step came to; returns whether the wave goes on. ``has_work``: by now."""
+        """Hear what the votes of a step came to; returns whether the wave goes on.
+
+        ``has_work``: whether anything is left, or has come by now.
+        """
         if self._epoch is None:
             raise EngineError(f"rank {self._rank} stepped outside a wave")
         if reduced.has_work and not reduced.may_pause:
@@ -242,7 +243,6 @@ class WaveCoordinator:
                         self.resume()
             case RankResumed():
                 self._resuming.discard(message.rank)
-                self._wanted |= message.has_work
                 if not self._resuming and self.state is WaveState.PAUSED:
                     self.state = WaveState.IDLE
         self._start_if_wanted()
