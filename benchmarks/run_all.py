@@ -13,6 +13,7 @@ SCRIPTS = [
     "offline.py",
     "tensor_parallel.py",
     "serving.py",
+    "data_parallel.py",
     "startup.py",
     "collective_rpc.py",
     "all_reduce.py",
