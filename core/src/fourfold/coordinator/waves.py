@@ -2,7 +2,7 @@
 
 A wave is an epoch: the coordinator starts it on all ranks, and every step of it is one collective of all ranks, which
 also reduces a ``StepVote``. All ranks see the same result, so that all leave the wave after the same step: when nobody
-has work, or when all have agreed to pause. The coordinator believes nothing that it has not been told: its state changes
+has work, or when all have agreed to pause. The coordinator believes only what it has been told: its state changes
 when the last rank has said so. Messages between it and a rank must arrive in order; nothing else is assumed.
 """
 
