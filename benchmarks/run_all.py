@@ -17,6 +17,8 @@ SCRIPTS = [
     "startup.py",
     "collective_rpc.py",
     "all_reduce.py",
+    "pipeline_transport.py",
+    "pipeline.py",
 ]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PROJECTS = sorted(path.parent for path in [*ROOT.glob("*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")])
+PROJECTS = sorted(path.parent for path in [*ROOT.glob("[!.]*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")])
 PACKAGES = {next(path for path in (project / "src").iterdir() if path.is_dir()).name: project for project in PROJECTS}
 CORE = ROOT / "core" / "src" / "fourfold"
 

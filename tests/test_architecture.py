@@ -24,6 +24,7 @@ from .distributions import CORE, PACKAGES, PROJECTS, ROOT, canonical, declared, 
 BANNED_FILE_NAMES = {"utils", "util", "helpers", "helper", "misc", "common", "base", "tools", "shared"}
 MAX_LINES = 400
 WITH_TORCH = ("worker", "layers", "distributed", "models", "checkpoints", "serialization.py", "testing")
+COMPUTING_PLUGINS = ("fourfold_comm_cpu", "fourfold_comm_nccl", "fourfold_kernels_cpu", "fourfold_kernels_triton")
 ALL_SOURCES = [path for project in PROJECTS for path in sources(project)]
 API_MODULES = (
     "fourfold",
@@ -48,6 +49,7 @@ API_MODULES = (
     "fourfold_executor_mp.plugin",
     "fourfold_executor_uniproc.plugin",
     "fourfold_kernels_cpu.plugin",
+    "fourfold_kernels_triton.plugin",
 )
 
 
@@ -113,9 +115,8 @@ def test_torch_is_imported_late_outside_the_worker() -> None:
     for path in ALL_SOURCES:
         if path.is_relative_to(CORE) and path.relative_to(CORE).parts[0] in WITH_TORCH:
             continue
-        if path.parent.name in ("fourfold_comm_cpu", "fourfold_comm_nccl", "fourfold_kernels_cpu") and (
-            path.name != "plugin.py"
-        ):
+        package = path.parts[path.parts.index("src") + 1]
+        if package in COMPUTING_PLUGINS and path.name not in ("plugin.py", "gpu_support.py"):
             continue
         for module, where in imports(path, only_at_import=True):
             assert module.split(".")[0] != "torch", f"{where} imports torch when it is imported"

@@ -48,6 +48,12 @@ def test_the_shapes_of_a_call(ranks):
             ranks.collective_rpc("times", args=(2,), reply_rank=rank)
 
 
+@pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf")])
+def test_a_timeout_that_is_none_is_refused(ranks, timeout):
+    with pytest.raises(ConfigError, match=f"timeout is {timeout:g}; seconds from 0 on, and below 1e"):
+        ranks.collective_rpc("times", args=(2,), timeout=timeout)
+
+
 def test_it_fails_once_and_tells_all_whatever_one_of_them_does(ranks):
     heard = []
     first, second = ExecutorFailed("first"), ExecutorFailed("second")

@@ -76,7 +76,7 @@ def test_models(server: Any) -> None:
 
 def test_small_answers(server: Any) -> None:
     assert server.http.get("/version").json().keys() == {"version"}
-    assert server.http.get("/topology").json() == {"processes": []}
+    assert server.http.get("/topology").json() == {"processes": [], "stages": []}
     health = server.http.get("/health").json()
     assert health["status"] == "healthy"
     assert health["engines"][0]["state"] == "ready"

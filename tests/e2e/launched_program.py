@@ -1,4 +1,7 @@
-"""What every rank of a launcher runs: ``launched_program.py MODEL OUT PROMPT [PROMPT OF RANK 1]``."""
+"""What every rank of a launcher runs: ``launched_program.py MODEL OUT PROMPT [PROMPT OF RANK 1]``.
+
+The variable CUT is the name of the option that says how the model is cut.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ def main() -> None:
         load_format="dummy",
         dtype="float32",
         executor="external",
-        tensor_parallel_size=int(os.environ["WORLD_SIZE"]),
+        **{os.environ["CUT"]: int(os.environ["WORLD_SIZE"])},
         seed=3,
         # Ranks of one host may see different free memory; what they may use is what the poorest of them has.
         kv_cache_memory=(4 + rank) << 20,

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fourfold import LLM, SamplingParams
 
 from .conftest import ONE_THREAD, Start
@@ -16,11 +18,13 @@ from .conftest import ONE_THREAD, Start
 PROGRAM = Path(__file__).parent / "launched_program.py"
 
 
-def torchrun(model: Path, out: Path, *prompts: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def torchrun(
+    model: Path, out: Path, *prompts: str, timeout: float = 120, cut: str = "tensor_parallel_size"
+) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.run(
         [*launcher, str(PROGRAM), str(model), str(out), *prompts],
-        env={**os.environ, **ONE_THREAD},
+        env={**os.environ, **ONE_THREAD, "CUT": cut},
         capture_output=True,
         text=True,
         check=False,
@@ -28,8 +32,9 @@ def torchrun(model: Path, out: Path, *prompts: str, timeout: float = 120) -> sub
     )
 
 
-def test_both_ranks_give_the_ids_of_one(tiny_model: Path, tmp_path: Path) -> None:
-    ended = torchrun(tiny_model, tmp_path / "ids", "a b c d e")
+@pytest.mark.parametrize("cut", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_both_ranks_give_the_ids_of_one(tiny_model: Path, tmp_path: Path, cut: str) -> None:
+    ended = torchrun(tiny_model, tmp_path / "ids", "a b c d e", cut=cut)
     assert ended.returncode == 0, ended.stderr
     found = [json.loads((tmp_path / f"ids.{rank}").read_text()) for rank in range(2)]
     assert found[0] == found[1]

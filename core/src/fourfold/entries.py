@@ -109,6 +109,8 @@ class ComputeContext:
     config: EngineConfig
     device: torch.device
     dtype: torch.dtype
+    rank: int = 0
+    """Within the engine; equal ranks of all replicas hold the same weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,6 +168,8 @@ class CheckpointContext:
     """Turns a config.json into a description, through the installed models."""
     seed: int = 0
     """Of dummy weights."""
+    device: torch.device | None = None
+    """Where tensors that no file holds are made; None: on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Final
 
 from fourfold.contracts.executor import Aggregate, Method
 from fourfold.entries import ExecutorContext
@@ -16,6 +16,9 @@ from fourfold.rpc_call import RpcCall
 from fourfold.rpc_method import method_name
 
 logger = logging.getLogger(__name__)
+
+_LONGEST: Final = 1e9
+"""Seconds; clocks take no more."""
 
 
 class ExecutorShell(ABC):
@@ -47,11 +50,14 @@ class ExecutorShell(ABC):
         """Call a worker method on every rank; see ``fourfold.contracts.executor.Executor``."""
         if reply_rank is not None and not 0 <= reply_rank < self.world_size:
             raise ConfigError(f"reply_rank is {reply_rank}; this executor has ranks 0 to {self.world_size - 1}")
+        limit = self._timeouts.rpc_timeout if timeout is None else timeout
+        if not 0 <= limit < _LONGEST:
+            raise ConfigError(f"timeout is {limit:g}; seconds from 0 on, and below {_LONGEST:g}")
         call = RpcCall(
             name=method_name(method),
             args=args,
             kwargs=kwargs or {},
-            timeout=self._timeouts.rpc_timeout if timeout is None else timeout,
+            timeout=limit,
             # With a fold every rank's reply is needed, whoever is to have the result.
             speaker=None if aggregate is not None else reply_rank,
             aggregate=aggregate,

@@ -121,6 +121,12 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Seconds spent in steps."""
     overhead_seconds: float = 0.0
     """Of these, seconds outside the model: scheduling, message building, output handling."""
+    pipeline_seconds: float = 0.0
+    """Seconds with steps in the air, when the stages of a pipeline were last asked for the next two."""
+    stage_busy_seconds: list[float] = []
+    """For each stage the seconds that it computed; empty without a pipeline."""
+    stage_bubble_shares: list[float] = []
+    """For each stage the share of the time between the last two questions in which it waited, 0 to 1."""
     prefix_marks: bytes | None = None
     """What the prefix cache holds, for ``fourfold.engine.prefix_cache.read_marks``: 4 KiB at most, the last used prefix
     last. None: as it was told before.
@@ -130,6 +136,15 @@ class EngineStats(msgspec.Struct, kw_only=True):
     def version(self) -> int:
         """Grows with every request and every step, so that of two reports of one incarnation the later one is known."""
         return self.num_steps + 2 * self.requests_finished + self.num_running + self.num_waiting
+
+
+class StageInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What one stage of a pipeline holds."""
+
+    first_layer: int
+    last_layer: int
+    ranks: list[int]
+    """Within the engine; they share the layers."""
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
@@ -147,6 +162,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """Chosen name of each kind of backend."""
     workers: list[dict[str, Any]] = []
     """A ``ProcessState`` a process, as plain values, without the engine's own."""
+    stages: list[StageInfo] = []
+    """Of a pipeline, first to last; empty without one."""
 
 
 class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
@@ -351,6 +368,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     device: str
     dtype: str
+    asynchronous: bool = False
+    """Whether a step is only started when it is called, so that the next one is best called meanwhile."""
     available_bytes: int
     """Memory that the KV cache may take."""
     memory_bytes: int | None = None

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from fourfold.contracts.deferred_reply import DeferredReply
 from fourfold.contracts.executor import Aggregate
 from fourfold.errors import WorkerError
 from fourfold.rpc_method import bind_method
@@ -57,9 +58,24 @@ class ErrorReport(msgspec.Struct, frozen=True, array_like=True):
 
 def run_call(worker: object, content: bytes | bytearray, *, rank: int) -> bytes | None:
     """Run what ``RpcCall.encoded`` gave; the reply, where this rank's is asked for. Raises whatever comes of it."""
+    reply = start_call(worker, content, rank=rank)
+    taken: bytes | None = reply.take() if isinstance(reply, DeferredReply) else reply
+    return taken
+
+
+def start_call(worker: object, content: bytes | bytearray, *, rank: int) -> bytes | DeferredReply | None:
+    """``run_call``, but what the worker defers is still to be waited for, whether it is asked for or not."""
     name, args, kwargs, speaker = decode(content)
     result = bind_method(worker, name)(*args, **kwargs)
-    return encode(result) if speaker in (None, rank) else None
+    wanted = speaker in (None, rank)
+    if not isinstance(result, DeferredReply):
+        return encode(result) if wanted else None
+
+    def take() -> bytes | None:
+        value = result.take()
+        return encode(value) if wanted else None
+
+    return DeferredReply(take)
 
 
 def report_error(error: Exception, phase: str) -> bytes:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from fourfold import messages
+from fourfold.contracts.deferred_reply import DeferredReply
 from fourfold.contracts.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from fourfold.errors import Unsupported
 from fourfold.sampling_params import SamplingParams
@@ -44,7 +45,12 @@ class Codec:
         self._names = {one: name for name, one in self._types.items()}
 
     def encode(self, value: object) -> bytes:
-        """``value`` as bytes; raises Unsupported naming the type of what cannot travel."""
+        """``value`` as bytes; raises Unsupported naming the type of what cannot travel.
+
+        A DeferredReply is waited for, so that executors which know nothing of it work too.
+        """
+        if isinstance(value, DeferredReply):
+            value = value.take()
         try:
             return msgspec.msgpack.encode(self._pack(value))
         except (OverflowError, ValueError) as error:

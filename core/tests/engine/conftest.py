@@ -125,6 +125,11 @@ class ToyClient:
     def shutdown(self) -> None:
         self.shut_down = True
 
+    def stage_busy_seconds(self) -> Future[list[float]]:
+        future: Future[list[float]] = Future()
+        future.set_result([0.5 * self.steps, 0.25 * self.steps])
+        return future
+
     def execute_model(self, message: StepMessage) -> Future[StepOutput]:
         message = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=StepMessage)
         assert message.step == self.steps, "steps are numbered without gaps"

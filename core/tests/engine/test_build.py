@@ -85,7 +85,7 @@ def _registry(executor: Any, lost: list[tuple[int, str]] | None = None) -> Plugi
 
 @pytest.fixture(autouse=True)
 def _model(monkeypatch: pytest.MonkeyPatch) -> None:
-    description = SimpleNamespace(vocab_size=1000, max_model_len=512, num_heads=4, num_kv_heads=2)
+    description = SimpleNamespace(vocab_size=1000, max_model_len=512, num_heads=4, num_kv_heads=2, num_layers=2)
     monkeypatch.setattr(build, "describe_checkpoint", lambda config, registry, progress: description)
 
 

@@ -105,25 +105,26 @@ def test_ranks_settle_where_their_processes_are_their_own(client, executor):
 
 
 def test_a_step_is_answered_by_the_output_rank(client, executor):
-    future = client.execute_model(StepMessage(step=7))
+    reply = client.execute_model(StepMessage(step=7))
     assert executor.calls == [("execute_model", 3, 1)]
-    assert not future.done()
+    with pytest.raises(TimeoutError):
+        reply.result(0)
     executor.step.set_result(msgspec.msgpack.encode(StepOutput(step=7, token_ids=[1, 2])))
-    assert future.result(0).token_ids == [1, 2]
+    assert reply.result(0).token_ids == [1, 2]
 
 
-def test_errors_of_a_step_reach_its_future(client, executor):
-    future = client.execute_model(StepMessage(step=7))
+def test_errors_of_a_step_reach_its_reply(client, executor):
+    reply = client.execute_model(StepMessage(step=7))
     executor.step.set_exception(WorkerError(1, "execute_model", "ValueError", "bad"))
     with pytest.raises(WorkerError, match="rank 1 failed in execute_model: ValueError: bad"):
-        future.result(0)
+        reply.result(0)
 
 
-def test_a_reply_that_is_no_step_output_is_an_error_of_the_future(client, executor):
-    future = client.execute_model(StepMessage(step=7))
+def test_a_reply_that_is_no_step_output_is_an_error(client, executor):
+    reply = client.execute_model(StepMessage(step=7))
     executor.step.set_result(b"\xc1")
     with pytest.raises(msgspec.DecodeError):
-        future.result(0)
+        reply.result(0)
 
 
 def test_a_sharded_state_gets_an_index_of_all_ranks(client, executor, tmp_path):
@@ -141,8 +142,25 @@ def test_profiles(client, executor, tmp_path):
     assert executor.calls == [("start_profile", None, None), ("stop_profile", 9, None)]
 
 
-def test_steps_in_flight_are_what_executor_and_user_allow(executor):
-    assert ExecutorClient(executor, build_engine_config()).max_in_flight == 2
-    assert ExecutorClient(executor, build_engine_config(max_in_flight=1)).max_in_flight == 1
+@pytest.mark.parametrize(
+    ("asynchronous", "options", "steps"),
+    [
+        (False, {}, 1),
+        (True, {}, 2),
+        (True, {"max_in_flight": 1}, 1),
+        (False, {"max_in_flight": 2}, 2),
+        (False, {"pipeline_parallel_size": 2}, 2),
+        (True, {"pipeline_parallel_size": 2}, 2),  # three, if the executor took them
+    ],
+)
+def test_steps_in_flight(executor, monkeypatch, asynchronous, options, steps):
+    workers = [msgspec.structs.replace(info(rank), asynchronous=asynchronous) for rank in range(2)]
+    monkeypatch.setattr(executor, "collective_rpc", lambda *args, **kwargs: list(map(msgspec.msgpack.encode, workers)))
+    client = ExecutorClient(executor, build_engine_config(**options))
+    client.load()
+    assert client.max_in_flight == steps
+
+
+def test_more_steps_in_flight_than_the_executor_takes_are_refused(executor):
     with pytest.raises(ConfigError, match="--max-in-flight is 3, and executor 'auto' takes 2 at most"):
         ExecutorClient(executor, build_engine_config(max_in_flight=3))

@@ -63,13 +63,51 @@ def test_steps_overlap_before_values_are_known(toy_engine: Any) -> None:
     assert engine.client.widest_overlap == 3
 
 
-def test_a_pipeline_holds_a_request_in_one_step_at_a_time(toy_engine: Any) -> None:
-    engine = toy_engine(depth=3, pipeline_parallel_size=2)
-    names = [engine.add([number] * 5, ignore_eos=True) for number in range(3)]
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_a_pipeline_holds_a_request_in_one_step_at_a_time(toy_engine: Any, stages: int) -> None:
+    engine = toy_engine(depth=stages, pipeline_parallel_size=stages, max_num_batched_tokens=64)
+    names = [engine.add([number] * 3, ignore_eos=True) for number in range(3)]
     engine.run()
     assert engine.client.widest_overlap == 1
     for name in names:
         engine.check_finished(name)
+
+
+def test_parts_of_a_prompt_follow_each_other_through_a_pipeline(toy_engine: Any) -> None:
+    engine = toy_engine(depth=2, pipeline_parallel_size=2, max_num_batched_tokens=16)
+    name = engine.add([3] * 40, ignore_eos=True)
+    engine.run()
+    assert engine.client.widest_overlap == 2
+    assert [sum(_counts(engine, step)) for step in range(6)] == [8, 8, 8, 8, 8, 1]
+    engine.check_finished(name)
+
+
+@pytest.mark.parametrize(("stages", "requests"), [(2, 7), (2, 8), (3, 10), (4, 13)])
+def test_batches_of_a_pipeline_are_even_however_requests_came(toy_engine: Any, stages: int, requests: int) -> None:
+    engine = toy_engine(
+        depth=stages, pipeline_parallel_size=stages, max_num_seqs=16, max_num_batched_tokens=128, num_blocks=200
+    )
+    for number in range(requests):
+        engine.add([number], ignore_eos=True, max_tokens=60)
+    for _ in range(4 * stages):
+        engine.step()
+    sizes = [len(message.scheduled) for message in engine.client.messages[-stages:]]
+    assert sum(sizes) == requests
+    assert max(sizes) - min(sizes) <= stages - 1
+    assert max(sizes) == -(-requests // stages)
+    engine.run()
+
+
+def test_nobody_starves_in_uneven_batches(toy_engine: Any) -> None:
+    engine = toy_engine(depth=3, pipeline_parallel_size=3, max_num_seqs=16, max_num_batched_tokens=128, num_blocks=400)
+    names = [engine.add([number], ignore_eos=True, max_tokens=40) for number in range(9)]
+    for _ in range(20):
+        engine.step()
+        if engine.client.steps in (5, 9, 14):  # arrivals that upset the balance
+            engine.add([11], ignore_eos=True, max_tokens=3)
+    lengths = [len(engine.tokens(name)) for name in names]
+    assert max(lengths) - min(lengths) <= 2
+    engine.run()
 
 
 def test_the_end_of_the_context_is_length(toy_engine: Any) -> None:

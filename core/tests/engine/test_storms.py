@@ -16,10 +16,13 @@ LAYOUTS: list[dict[str, Any]] = [
     {"num_blocks": 6, "windows": (9,), "max_num_seqs": 6},
     {"num_blocks": 9, "windows": (20, 9, 1), "policy": "priority"},
     {"num_blocks": 17, "max_num_seqs": 8, "pipeline_parallel_size": 2},
+    {"num_blocks": 17, "max_num_seqs": 8, "pipeline_parallel_size": 3, "policy": "priority"},
+    {"num_blocks": 64, "max_num_seqs": 12, "pipeline_parallel_size": 4},
+    {"num_blocks": 9, "windows": (20, 9, 1), "pipeline_parallel_size": 2},
 ]
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_storm_equals_plain_loop(toy_engine: Any, layout: dict[str, Any], depth: int) -> None:
     for seed in range(3):
@@ -27,7 +30,7 @@ def test_storm_equals_plain_loop(toy_engine: Any, layout: dict[str, Any], depth:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_many_storms_equal_plain_loop(toy_engine: Any, layout: dict[str, Any], depth: int) -> None:
     for seed in range(3, 40):

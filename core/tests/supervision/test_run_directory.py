@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import stat
@@ -8,6 +9,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -46,6 +48,19 @@ def test_is_private_and_removed(tmp_path: Path) -> None:
         assert [path.name for path in directory.path.iterdir()] == ["config.json"]
     assert list((tmp_path / "root").iterdir()) == []
     directory.close()
+
+
+def test_a_full_disk_is_told_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Path.mkdir
+
+    def mkdir(self: Path, *args: Any, **kwargs: Any) -> None:
+        if self.parent == tmp_path:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with pytest.raises(ConfigError, match=r"run directory .*: No space left on device; set XDG_RUNTIME_DIR"):
+        RunDirectory.create(tmp_path)
 
 
 def test_a_root_open_to_others_is_closed_to_them(tmp_path: Path) -> None:

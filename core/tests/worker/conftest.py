@@ -15,10 +15,11 @@ from fourfold.contracts.attention_backend import AttentionMetadata
 from fourfold.contracts.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from fourfold.distributed.model_parallel import ModelParallel
 from fourfold.entries import ComputeContext
+from fourfold.errors import Unsupported
 from fourfold.layers.torch_operators import TorchOperators
 from fourfold.messages import NewRequest, ScheduledRequest, StepMessage, StepOutput
 from fourfold.sampling_params import SamplingParams
-from fourfold.worker.device import CpuDevice
+from fourfold.worker.cpu_device import CpuDevice
 from fourfold.worker.model_runner import ALONE, ModelRunner
 
 VOCABULARY = 97
@@ -187,6 +188,43 @@ class Driver:
         return added
 
 
+class Graph:
+    """Runs the step again and writes to the first output, as a recorded one would."""
+
+    def __init__(self, step: Callable[[], torch.Tensor]) -> None:
+        self._step = step
+        self._output = step().clone()
+        self.replays = 0
+        self.closed = False
+
+    def replay(self) -> torch.Tensor:
+        self.replays += 1
+        self._output.copy_(self._step())
+        return self._output
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class RecordingOperators(TorchOperators):
+    def __init__(self, sizes: Sequence[int] = (4, 2), *, refuses: bool = False) -> None:
+        super().__init__(ComputeContext(config=EngineConfig(), device=torch.device("cpu"), dtype=torch.float32))
+        self.graphs: list[Graph] = []
+        self._sizes = sizes
+        self._refuses = refuses
+        self.asked = 0
+
+    def batch_sizes(self, max_batch_size: int) -> Sequence[int]:
+        return [size for size in self._sizes if size <= max_batch_size]
+
+    def capture(self, step: Callable[[], torch.Tensor]) -> Graph:
+        self.asked += 1
+        if self._refuses:
+            raise Unsupported("aten::add ran")
+        self.graphs.append(Graph(step))
+        return self.graphs[-1]
+
+
 MakeDriver = Callable[..., Driver]
 
 
@@ -239,3 +277,8 @@ def logits_reference() -> Callable[[Sequence[int]], torch.Tensor]:
 @pytest.fixture
 def make_driver() -> MakeDriver:
     return Driver
+
+
+@pytest.fixture
+def recording_operators() -> Callable[..., RecordingOperators]:
+    return RecordingOperators

@@ -11,7 +11,8 @@ from fourfold.config.cache_config import CacheConfig
 from fourfold.config.engine_config import EngineConfig
 from fourfold.config.model_config import ModelConfig
 from fourfold.errors import ConfigError
-from fourfold.worker.device import CpuDevice, choose_cpu_dtype, choose_threads, cpu_features, open_device
+from fourfold.worker.cpu_device import CpuDevice, choose_cpu_dtype, choose_threads, cpu_features
+from fourfold.worker.device import open_device
 
 
 @pytest.mark.parametrize(
@@ -60,10 +61,14 @@ def test_open_device_sets_threads_and_says_what_it_chose(monkeypatch, caplog) ->
 
 def test_cache_bytes() -> None:
     device = CpuDevice(dtype=torch.float32)
-    assert device.cache_bytes(CacheConfig(kv_cache_memory=12345)) == 12345
-    assert 0 < device.cache_bytes(CacheConfig()) <= 1 << 30
+    assert device.cache_bytes(CacheConfig(kv_cache_memory=12345), not_asked) == 12345
+    assert 0 < device.cache_bytes(CacheConfig(), not_asked) <= 1 << 30
     many = CpuDevice(dtype=torch.float32, local_workers=1 << 20)
-    assert many.cache_bytes(CacheConfig()) < device.cache_bytes(CacheConfig())
+    assert many.cache_bytes(CacheConfig(), not_asked) < device.cache_bytes(CacheConfig(), not_asked)
+
+
+def not_asked() -> int:
+    raise AssertionError("a cpu needs no largest step")
 
 
 def test_zeros_take_memory_only_when_touched() -> None:
@@ -77,19 +82,25 @@ def test_zeros_take_memory_only_when_touched() -> None:
     assert (float(tensor[-1, -1]), float(tensor[0, 0])) == (3.0, 0.0)
 
 
-def test_mirrors_share_memory_on_a_cpu() -> None:
-    mirror = CpuDevice(dtype=torch.float32).mirror((4, 2), torch.int32)
-    view = mirror.upload(3)
-    mirror.host[1] = 7
-    assert view.tolist() == [[0, 0], [7, 7], [0, 0]]
-    assert mirror.upload(1).data_ptr() == view.data_ptr()
+def test_staging_is_shared_on_a_cpu() -> None:
+    staging = CpuDevice(dtype=torch.float32).staging(64, kept=8)
+    place = staging.claim()
+    staging.hosts[place][:3] = 7
+    staging.upload(place, 3)
+    assert staging.device[:12].tolist() == [0] * 8 + [7] * 3 + [0]
+    assert staging.device.data_ptr() % 64 == 0
+
+
+def test_fetched_tensors_are_there_on_a_cpu() -> None:
+    [array] = CpuDevice(dtype=torch.float32).fetch([torch.arange(3)]).wait()
+    assert array.tolist() == [0, 1, 2]
 
 
 def test_this_machine_says_its_features() -> None:
     assert "sse2" in cpu_features() or os.uname().machine != "x86_64"
 
 
-def test_finite_rows() -> None:
+def test_broken_rows() -> None:
     rows = torch.zeros(5, 40)
     rows[1, 7], rows[2, 39], rows[3, 0], rows[4, 1] = math.nan, math.inf, -math.inf, 3e38
-    assert CpuDevice(dtype=torch.float32).finite_rows(rows).tolist() == [True, False, False, False, True]
+    assert CpuDevice(dtype=torch.float32).broken_rows(rows).tolist() == [False, True, True, True, False]

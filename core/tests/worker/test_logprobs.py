@@ -13,7 +13,8 @@ OPERATORS = TorchOperators(ComputeContext(config=EngineConfig(), device=torch.de
 
 
 def _logprobs(logits: torch.Tensor, token_ids: list[int], num_top: list[int]):
-    return token_logprobs(logits, torch.tensor(token_ids), np.array(num_top), operators=OPERATORS)
+    rows = token_logprobs(logits, torch.tensor(token_ids), np.array(num_top), operators=OPERATORS)
+    return rows.read([tensor.numpy() for tensor in rows.tensors])
 
 
 def test_values_ranks_and_tops() -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fourfold.sampling_params import SamplingParams
-from fourfold.worker.device import CpuDevice
+from fourfold.worker.cpu_device import CpuDevice
 from fourfold.worker.penalties import SeenTokens, apply_penalties
 
 DEVICE = CpuDevice(dtype=torch.float32)

@@ -11,10 +11,11 @@ from fourfold.entries import ComputeContext
 from fourfold.layers.torch_operators import TorchOperators
 from fourfold.messages import NewRequest
 from fourfold.sampling_params import SamplingParams
-from fourfold.worker.device import CpuDevice
+from fourfold.worker.cpu_device import CpuDevice
 from fourfold.worker.philox import gumbel_rows
 from fourfold.worker.sampler import Sampled, Sampler
 from fourfold.worker.sampling_state import SamplingState
+from fourfold.worker.step_inputs import SamplingInputs
 
 VOCABULARY = 1013
 PROMPT = [3, 3, 5, 900]
@@ -32,9 +33,30 @@ class Bench:
             self.state.add(NewRequest(f"r{slot}", slot, PROMPT, sampling, eos, OUTPUT))
         self.sampler = Sampler(self.state, operators=TorchOperators(context), device=device)
 
-    def sample(self, logits: torch.Tensor, *, slots: list[int] | None = None, position: int = len(OUTPUT)) -> Sampled:
+    def sample(self, logits: torch.Tensor, *, slots: list[int] | None = None, position: int = len(OUTPUT)) -> Drawn:
         chosen = np.arange(len(logits)) if slots is None else np.array(slots)
-        return self.sampler.sample(logits.clone(), chosen, np.full(len(chosen), position))
+        positions = np.full(len(chosen), position)
+        rows = self.state.rows[chosen]
+        inputs = SamplingInputs(
+            slots=torch.from_numpy(chosen),
+            inverse_temperature=torch.from_numpy(rows["inverse_temperature"].copy()),
+            seeds=torch.from_numpy(rows["seed"].copy()),
+            positions=torch.from_numpy(positions),
+        )
+        return Drawn(self.sampler.sample(logits.clone(), chosen, positions, inputs))
+
+
+class Drawn:
+    """What came of a pass, on the host."""
+
+    def __init__(self, sampled: Sampled) -> None:
+        self.token_ids = sampled.token_ids.numpy()
+        self.broken = np.flatnonzero(sampled.codes.numpy() < 0)
+        self.logprobs = [] if sampled.logprobs is None else [None] * len(self.token_ids)
+        if sampled.logprobs is not None:
+            entries = sampled.logprobs.read([tensor.numpy() for tensor in sampled.logprobs.tensors])
+            for row, entry in zip(sampled.wanted.tolist(), entries, strict=True):
+                self.logprobs[row] = entry
 
 
 def expected_probabilities(logits: torch.Tensor, p: SamplingParams, *, prompt=PROMPT, output=OUTPUT) -> torch.Tensor:
@@ -170,7 +192,7 @@ def test_penalties_count_as_the_output_grows() -> None:
     drawn = []
     for _ in range(6):
         ids = bench.sample(logits).token_ids
-        bench.state.append(np.array([0]), ids)
+        bench.state.seen[0].add(int(ids[0]))
         drawn.append(int(ids[0]))
     assert drawn == [50, 50, 51, 50, 51, 50]  # 3.5 2.5 | 1.5 < 2.0 | 1.5 > 1.0 | 0.5 < 1.0 | 0.5 > 0.0
 

@@ -6,8 +6,9 @@ import torch
 from fourfold.contracts.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from fourfold.messages import NewRequest, ScheduledRequest
 from fourfold.sampling_params import SamplingParams
-from fourfold.worker.device import CpuDevice
+from fourfold.worker.cpu_device import CpuDevice
 from fourfold.worker.request_state import RequestState
+from fourfold.worker.sampling_state import SamplingState
 from fourfold.worker.step_inputs import InputBuffers, StepPlan
 
 
@@ -31,7 +32,8 @@ def state() -> RequestState:
 
 @pytest.fixture
 def buffers(state: RequestState) -> InputBuffers:
-    return InputBuffers(CpuDevice(dtype=torch.float32), state, max_tokens=16, max_requests=4)
+    sampling = SamplingState(slots=3, vocabulary_size=100)
+    return InputBuffers(CpuDevice(dtype=torch.float32), state, sampling, max_tokens=16, max_requests=4)
 
 
 def test_a_mixed_step(buffers: InputBuffers) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fourfold.worker.wide_rows import largest, truncate
+from fourfold.worker.wide_rows import largest, truncate, truncate_sorted
 
 
 @pytest.mark.parametrize(
@@ -28,13 +28,18 @@ def test_largest_finds_neighbours_a_whole_group_and_the_rest_of_the_row() -> Non
 
 def _truncate(logits: torch.Tensor, *, scale: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):
     rows = len(logits)
-    return truncate(
-        logits,
-        torch.full((rows,), scale),
-        top_k=torch.full((rows,), top_k),
-        top_p=torch.full((rows,), top_p, dtype=torch.float64),
-        min_p=torch.full((rows,), min_p),
+    found, twin = (
+        cut(
+            logits,
+            torch.full((rows,), scale),
+            top_k=torch.full((rows,), top_k),
+            top_p=torch.full((rows,), top_p, dtype=torch.float64),
+            min_p=torch.full((rows,), min_p),
+        )
+        for cut in (truncate, truncate_sorted)
     )
+    assert torch.equal(found, twin)
+    return found
 
 
 def test_truncate_keeps_values_and_drops_the_rest() -> None:

@@ -191,3 +191,20 @@ def test_the_thread_sleeps_while_nothing_happens(ranks: Ranks) -> None:
     before = switches()
     threading.Event().wait(0.3)
     assert switches() - before <= 2
+
+
+def test_the_end_of_a_rank_is_taken_once(ranks: Ranks) -> None:
+    """Whoever hears of it first, its sentinel or its socket, in one and the same round of events."""
+    done = threading.Event()
+
+    def drain_twice() -> None:
+        way = ranks.channels._ways[0]
+        ranks.channels.drain(0)
+        ranks.channels._serve(way, 1)
+        done.set()
+
+    ranks.channels.post(lambda: (ranks.streams[0].close(), drain_twice()))  # type: ignore[func-returns-value]
+    assert done.wait(DEADLINE)
+    call = ranks.send()
+    assert ranks.receive(1).number == call.number
+    assert ranks.broken == []

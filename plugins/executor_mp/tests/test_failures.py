@@ -7,6 +7,8 @@ import re
 import signal
 import threading
 import time
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
@@ -151,6 +153,27 @@ def test_a_callback_may_shut_the_executor_down(start: Start) -> None:
     assert done.wait(DEADLINE)
     with pytest.raises(ExecutorClosed):
         executor.collective_rpc("who")
+
+
+def test_a_callback_of_a_future_cannot_wait_for_replies_that_it_holds_up(start: Start) -> None:
+    executor = start()
+    began = time.monotonic()
+    future = executor.collective_rpc(
+        "who", aggregate=lambda replies: executor.collective_rpc("who", timeout=10), non_block=True
+    )
+    with pytest.raises(EngineError, match="'who' was called by a future's callback or fold"):
+        future.result(DEADLINE)
+    following: list[Future[Any]] = []
+    done = threading.Event()
+
+    def go_on(before: Future[Any]) -> None:
+        following.append(executor.collective_rpc("identity", args=(before.result(),), non_block=True))
+        done.set()
+
+    executor.collective_rpc("identity", args=(1,), reply_rank=0, non_block=True).add_done_callback(go_on)
+    assert done.wait(DEADLINE)
+    assert following[0].result(DEADLINE) == [1, 1]
+    assert time.monotonic() - began < PROMPTLY
 
 
 def test_calls_on_their_way_end_with_shutdown(start: Start) -> None:

@@ -93,6 +93,28 @@ class _EngineCollector(Collector):
             yield self._family(GaugeMetricFamily(f"fourfold_{name}", text, labels=_LABELS), read)
         for name, text, read in _COUNTERS:
             yield self._family(CounterMetricFamily(f"fourfold_{name}", text, labels=_LABELS), read)
+        yield self._by_stage(
+            CounterMetricFamily(
+                "fourfold_stage_busy_seconds", "Seconds that a stage of the pipeline computed.", labels=_STAGE_LABELS
+            ),
+            lambda link: link.stats.stage_busy_seconds,
+        )
+        yield self._by_stage(
+            GaugeMetricFamily(
+                "fourfold_stage_bubble_share",
+                "Share of the last steps' time in which a stage waited, 0 to 1.",
+                labels=_STAGE_LABELS,
+            ),
+            lambda link: link.stats.stage_bubble_shares,
+        )
+
+    def _by_stage(
+        self, family: GaugeMetricFamily | CounterMetricFamily, read: Callable[[EngineLink], list[float]]
+    ) -> GaugeMetricFamily | CounterMetricFamily:
+        for link in self._client.links:
+            for stage, value in enumerate(read(link)):
+                family.add_metric([self._model_name, str(link.engine), str(stage)], value)
+        return family
 
     def _family(
         self, family: GaugeMetricFamily | CounterMetricFamily, read: Callable[[EngineLink], float]
@@ -103,6 +125,7 @@ class _EngineCollector(Collector):
 
 
 _LABELS = ("model_name", "engine")
+_STAGE_LABELS = (*_LABELS, "stage")
 _Reading = tuple[str, str, Callable[[EngineLink], float]]
 _GAUGES: tuple[_Reading, ...] = (
     ("engine_up", "1 when the engine takes requests.", lambda link: float(link.state is EngineState.READY)),
@@ -120,4 +143,5 @@ _COUNTERS: tuple[_Reading, ...] = (
     ("prefix_cache_hits", "Prompt tokens found in the cache.", lambda link: link.stats.prefix_cache_hits),
     ("step_seconds", "Seconds spent in steps.", lambda link: link.stats.step_seconds),
     ("step_overhead_seconds", "Of these, outside the model.", lambda link: link.stats.overhead_seconds),
+    ("pipeline_seconds", "Seconds with steps in a pipeline.", lambda link: link.stats.pipeline_seconds),
 )

@@ -23,6 +23,7 @@ from fourfold.messages import (
     ForgetClient,
     ProcessReady,
 )
+from fourfold.shared_memory import SharedMemory
 from fourfold.supervision.child_process import ChildCommand
 from fourfold_server.acceptor import Acceptor
 from fourfold_server.process_table import ProcessTable
@@ -58,6 +59,8 @@ class EngineRole:
         self._shape = shape
         self._table = table
         self._module = module
+        self._memory = SharedMemory() if shape.num_engines > 1 else None
+        """What the replicas hold in common; alive as long as this process."""
         self._listeners: list[Callable[[EngineNotice], None]] = []
         self._ready: dict[int, EngineReady] = {}
         self.processes = [
@@ -94,7 +97,8 @@ class EngineRole:
         arguments += ["--log-level", shape.log_level]
         if shape.coordinated:
             arguments.append("--coordinated")
-        return ChildCommand(module=self._module, label=process.name, arguments=arguments)
+        environment = None if self._memory is None else self._memory.environment
+        return ChildCommand(module=self._module, label=process.name, arguments=arguments, environment=environment)
 
     def started(self, process: SupervisedProcess) -> None:
         """See Role."""

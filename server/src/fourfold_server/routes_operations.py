@@ -41,11 +41,23 @@ def operations_router(state: ServerState) -> APIRouter:
     async def show_version() -> Response:
         return JSONResponse({"version": version("fourfold-server")})
 
-    @router.get("/topology", summary="The processes of this deployment")
+    @router.get("/topology", summary="The processes of this deployment, and the stages of its pipelines")
     async def topology() -> Response:
-        return JSONResponse(state.topology())
+        return JSONResponse({**state.topology(), "stages": _stages(state)})
 
     return router
+
+
+def _stages(state: ServerState) -> list[dict[str, Any]]:
+    """Of the engines that are pipelines; ``busy_share`` is None until they have been asked twice."""
+    rows = []
+    for link in state.client.links:
+        for index, stage in enumerate(link.ready.stages if link.ready is not None else ()):
+            shares = link.stats.stage_bubble_shares
+            busy = round(1 - shares[index], 3) if index < len(shares) else None
+            place = {"engine": link.engine, "stage": index, "ranks": stage.ranks}
+            rows.append({**place, "layers": [stage.first_layer, stage.last_layer], "busy_share": busy})
+    return rows
 
 
 def _probe(reason: str | None, good: str, details: dict[str, Any]) -> Response:

@@ -91,9 +91,14 @@ def serve(
     config = _check_config(config, registry)
     _check_certificate(server_config)
     with listen(server_config.host, server_config.port) as listener, RunDirectory.create() as run_directory:
-        run_directory.write_file(CONFIG_FILE, encode_config(config))
-        if num_api_servers > 1:
-            _prepare_sharing(run_directory, server_config)
+        try:
+            run_directory.write_file(CONFIG_FILE, encode_config(config))
+            if num_api_servers > 1:
+                _prepare_sharing(run_directory, server_config)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write into the run directory {run_directory.path}: {error.strerror}; set XDG_RUNTIME_DIR"
+            ) from error
         launch = _Launch(
             shape=Shape(
                 run_directory=run_directory.path,

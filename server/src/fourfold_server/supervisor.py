@@ -204,8 +204,7 @@ class Supervisor:
                 if process.last_word is None:  # what follows may be an echo
                     process.last_word = message
                     if process.ready and process.child is not None:  # it has yet to end its workers
-                        role.lost(process, process.explain_word(message).message)
-                        process.wake_at(time.monotonic() + _ENDING_TIMEOUT, partial(_kill, process.child))
+                        self._lose(role, process, process.child, message)
             case RestartEngine():
                 self._drain_engine(message.engine)
 
@@ -220,6 +219,16 @@ class Supervisor:
         self._table.set(process.role, process.label, "draining", pid=process.child.pid)
         self._engines.drain(process)
         process.wake_at(time.monotonic() + self._timeouts.drain_timeout, partial(_kill, process.child))
+
+    def _lose(
+        self, role: Role, process: SupervisedProcess, child: ChildProcess, word: EngineFailed | ProcessFailed
+    ) -> None:
+        """One that was ready has said that it fails; it ends later."""
+        failure = process.explain_word(word)
+        role.lost(process, failure.message)
+        if role.vital and self._on_failure == "exit" and not process.planned_end:
+            self._give_up(failure)
+        process.wake_at(time.monotonic() + _ENDING_TIMEOUT, partial(_kill, child))
 
     def _mourn(self, role: Role, process: SupervisedProcess, how: ChildExit) -> None:
         """A child has ended that we did not end."""

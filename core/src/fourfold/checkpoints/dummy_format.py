@@ -1,4 +1,7 @@
-"""The format ``dummy``: seeded random weights in the shape of a config.json, equal for every cut. For benchmarks."""
+"""The format ``dummy``: seeded random weights in the shape of a config.json, equal for every cut. For benchmarks.
+
+They are made where they are used: a kind of device has its own generator, and so its own values.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from fourfold.contracts.checkpoint import TensorReader
     from fourfold.entries import CheckpointContext
 
-_BLOCK_ELEMENTS = 1 << 18
+_BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 23}
 """Elements that one seed makes: enough to make a generator cheap, few enough that a slice makes little in vain."""
 _DEVIATION = 0.02
 
@@ -49,13 +52,18 @@ class DummyFormat:
     def open(self, folder: Path) -> Iterator[TensorReader]:
         """Nothing is read but the shape."""
         description = self._context.describe(self.read_config(folder))
-        yield _DummyReader(checkpoint_tensors(description), self._context.seed, description.norm_offset)
+        yield _DummyReader(
+            checkpoint_tensors(description), self._context.seed, description.norm_offset, self._context.device
+        )
 
 
 class _DummyReader:
     """Makes tensors when they are indexed."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int, norm_offset: float) -> None:
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], seed: int, norm_offset: float, device: torch.device | None
+    ) -> None:
+        self._device = device
         self._shapes = shapes
         self._seed = seed
         self._norm = 1.0 - norm_offset
@@ -70,18 +78,20 @@ class _DummyReader:
             raise CheckpointError(f"the model has no tensor {name}")
         # Norms around 1, so that activations keep their size through any number of layers.
         centre = self._norm if name.endswith("norm.weight") else 0.0
-        return DummyTensor(self._shapes[name], f"{self._seed}/{name}", centre)
+        return DummyTensor(self._shapes[name], f"{self._seed}/{name}", centre, self._device)
 
 
 class DummyTensor:
     """Normal random values; an element depends on seed, name and its own place alone."""
 
-    def __init__(self, shape: tuple[int, ...], key: str, centre: float) -> None:
+    def __init__(self, shape: tuple[int, ...], key: str, centre: float, device: torch.device | None = None) -> None:
         self._shape = shape
+        self._device = device
         self._key = key
         self._centre = centre
         self._row = math.prod(shape[1:])
-        self._rows_per_block = max(1, _BLOCK_ELEMENTS // max(1, self._row))
+        elements = _BLOCK_ELEMENTS["cpu" if device is None else device.type]
+        self._rows_per_block = max(1, elements // max(1, self._row))
 
     @property
     def shape(self) -> Sequence[int]:
@@ -94,7 +104,8 @@ class DummyTensor:
         rows, *columns = index if isinstance(index, tuple) else (index,)
         start, stop, _ = rows.indices(self._shape[0])
         widths = [len(range(*part.indices(self._shape[1 + dim]))) for dim, part in enumerate(columns)]
-        values = torch.empty(max(0, stop - start), *widths, *self._shape[1 + len(widths) :])
+        shape = (max(0, stop - start), *widths, *self._shape[1 + len(widths) :])
+        values = torch.empty(shape, device=self._device)
         step = self._rows_per_block
         for first in range(start // step * step, stop, step):
             low, high = max(start, first), min(stop, first + step)
@@ -106,7 +117,8 @@ class DummyTensor:
         import torch
 
         digest = hashlib.sha256(f"{self._key}/{block}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        generator = torch.Generator(device=self._device or "cpu")
+        generator.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         rows = min(self._rows_per_block, self._shape[0] - block * self._rows_per_block)
-        values = torch.empty(rows, *self._shape[1:])
+        values = torch.empty(rows, *self._shape[1:], device=self._device)
         return values.normal_(self._centre, _DEVIATION, generator=generator)

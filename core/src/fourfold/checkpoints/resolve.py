@@ -15,6 +15,8 @@ from fourfold.entries import CheckpointContext
 from fourfold.errors import CheckpointError, ConfigError, FourfoldError, PluginError
 
 if TYPE_CHECKING:
+    import torch
+
     from fourfold.checkpoints.progress import Progress
     from fourfold.config.model_config import ModelConfig
     from fourfold.contracts.checkpoint import CheckpointFormat, CheckpointSource
@@ -49,9 +51,14 @@ def describe_checkpoint(config: ModelConfig, registry: PluginRegistry, progress:
     return _describe(config, context.describe, _format(config, registry, context, path).read_config(path))
 
 
-def resolve_checkpoint(config: ModelConfig, registry: PluginRegistry, progress: Progress) -> Checkpoint:
-    """``config.model`` on this host, downloaded and converted if need be; the errors are ``describe_checkpoint``'s."""
-    context = _context(config, registry)
+def resolve_checkpoint(
+    config: ModelConfig, registry: PluginRegistry, progress: Progress, *, device: torch.device | None = None
+) -> Checkpoint:
+    """``config.model`` on this host, downloaded and converted if need be; the errors are ``describe_checkpoint``'s.
+
+    ``device`` is where tensors that no file holds are made.
+    """
+    context = _context(config, registry, device)
     path = _locate(config, registry, context, progress, config_only=False)
     chosen = _format(config, registry, context, path)
     description = _describe(config, context.describe, chosen.read_config(path))
@@ -64,9 +71,12 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     return read_json(path / "config.json")
 
 
-def _context(config: ModelConfig, registry: PluginRegistry) -> CheckpointContext:
+def _context(config: ModelConfig, registry: PluginRegistry, device: torch.device | None = None) -> CheckpointContext:
     return CheckpointContext(
-        cache_folder=default_cache_folder(), describe=partial(describe_config, registry), seed=config.effective_seed
+        cache_folder=default_cache_folder(),
+        describe=partial(describe_config, registry),
+        seed=config.effective_seed,
+        device=device,
     )
 
 

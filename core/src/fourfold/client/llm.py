@@ -229,7 +229,7 @@ class LLM:
                 eos_token_ids=self._text.eos_token_ids,
                 arrival_time=time.time(),
             )
-            yield _Choice(request, OutputProcessor(self.tokenizer, request.sampling, prompt.token_ids), Delta())
+            yield _Choice(request, OutputProcessor(self.tokenizer, request.sampling, prompt.token_ids), Delta(), [])
 
 
 class _Core(Protocol):
@@ -261,6 +261,8 @@ class _Choice(NamedTuple):
     request: AddRequest
     processor: OutputProcessor
     total: Delta
+    held: list[int]
+    """Token ids whose text is still to be found."""
 
 
 class _Batch:
@@ -296,6 +298,13 @@ class _Batch:
         choice = self._running.get(output.request_id)
         if choice is None:
             return
+        if not choice.processor.looks_at_text and output.logprobs is None:
+            # Nobody sees the text before its end, and all of it at once takes a fraction of the time.
+            choice.held.extend(output.token_ids)
+            if output.finish_reason is None and output.prompt_logprobs is None and not output.num_cached_tokens:
+                return
+            output.token_ids = choice.held[:]
+            choice.held.clear()
         delta = choice.processor.process(output)
         choice.total.merge(delta)
         if delta.finish_reason is None:

@@ -34,6 +34,7 @@ from fourfold.messages import (
 )
 from fourfold.plugins import PluginRegistry
 from fourfold.selection import select
+from fourfold.shared_memory import SharedMemory
 from fourfold.supervision.child_process import ChildCommand, ChildExit, ChildProcess, ChildSupervisor
 from fourfold.supervision.run_directory import CONFIG_FILE, RunDirectory
 
@@ -64,6 +65,7 @@ class Replicas:
         self._outputs: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
         self._run_directory = RunDirectory.create()
         self._run_directory.write_file(CONFIG_FILE, encode_config(config))
+        self._memory = SharedMemory()
         self._children = ChildSupervisor()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine-client", daemon=True)
@@ -118,6 +120,7 @@ class Replicas:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_CALL_TIMEOUT)
             self._loop.close()
+        self._memory.close()
         self._run_directory.close()
 
     def _build_client(self, config: EngineConfig, registry: PluginRegistry) -> EngineClient:
@@ -138,7 +141,12 @@ class Replicas:
             arguments = [str(self._run_directory.path), "--engine", str(engine), "--incarnation", str(_INCARNATION)]
             arguments += ["--num-api-servers", "1", "--log-level", level]
             self._children.start(
-                ChildCommand(module="fourfold.engine.process", label=f"engine_core DP{engine}", arguments=arguments),
+                ChildCommand(
+                    module="fourfold.engine.process",
+                    label=f"engine_core DP{engine}",
+                    arguments=arguments,
+                    environment=self._memory.environment,
+                ),
                 on_report=partial(self._hear, engine),
                 on_exit=partial(self._mourn, engine),
             )

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from fourfold.errors import ConfigError
 from fourfold.layout import ParallelLayout
+
+AUTO_PARTITION: Final = "auto"
+MEASURED_PARTITION: Final = "auto:measure"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,6 +22,10 @@ class ParallelConfig:
     """Stages that share the depth."""
     data_parallel_size: int = 1
     """Copies of the engine."""
+    pipeline_partition: str = "auto"
+    """Layers of each stage, such as 7,8,8,7; auto: the slowest stage is as fast as it can be, by the sizes of the
+    layers; auto:measure: by timing them at the start.
+    """
     debug_collectives: bool = False
     """Whether ranks compare every collective before they run it, and name the first that differs; slow."""
 
@@ -25,8 +33,39 @@ class ParallelConfig:
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; 1 or more")
+        if self.pipeline_partition not in (AUTO_PARTITION, MEASURED_PARTITION):
+            _parse_partition(self.pipeline_partition, self.pipeline_parallel_size)
 
     @property
     def layout(self) -> ParallelLayout:
         """The rank arithmetic of these sizes."""
         return ParallelLayout(dp=self.data_parallel_size, pp=self.pipeline_parallel_size, tp=self.tensor_parallel_size)
+
+    @property
+    def layers_of_stages(self) -> tuple[int, ...] | None:
+        """What ``pipeline_partition`` says; None: it is to be found."""
+        if self.pipeline_partition in (AUTO_PARTITION, MEASURED_PARTITION):
+            return None
+        return _parse_partition(self.pipeline_partition, self.pipeline_parallel_size)
+
+
+def _parse_partition(option: str, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage from a text such as ``7,8,8,7``; raises ConfigError for one that cannot be."""
+    example = ",".join(["8"] * num_stages)
+    items = [item.strip() for item in option.split(",")]
+    if not all(item.isascii() and item.isdecimal() for item in items):
+        raise ConfigError(
+            f"--pipeline-partition is {option!r}; give the layers of each stage, as in {example}, or {AUTO_PARTITION} "
+            f"or {MEASURED_PARTITION}"
+        )
+    if len(items) != num_stages:
+        raise ConfigError(
+            f"--pipeline-partition is {option!r}, for {len(items)} stages, and --pipeline-parallel-size is "
+            f"{num_stages}; give {num_stages} numbers, as in {example}"
+        )
+    sizes = tuple(int(item) for item in items)
+    if 0 in sizes:
+        raise ConfigError(
+            f"--pipeline-partition is {option!r}, and stage {sizes.index(0)} would hold no layer; 1 or more each"
+        )
+    return sizes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,8 +70,12 @@ def choose_dtype(wanted: Dtype, device: str, features: Iterable[str]) -> tuple[D
 
 
 def accelerator() -> str:
-    """``cuda`` where the kernel shows an NVIDIA device, else ``cpu``; the one place that guesses without torch."""
-    return "cuda" if any(Path("/dev").glob("nvidia[0-9]*")) else "cpu"
+    """``cuda`` where the kernel shows an NVIDIA device that is not hidden from this process, else ``cpu``.
+
+    The one place that guesses without torch.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    return "cuda" if not hidden and any(Path("/dev").glob("nvidia[0-9]*")) else "cpu"
 
 
 def cpu_features() -> frozenset[str]:

@@ -28,7 +28,10 @@ class SchedulerConfig:
     max_num_waiting: int = 4096
     """Requests waiting at once; one more is refused with status 429."""
     max_in_flight: int | None = None
-    """Steps in the air at once; default: what the executor asks for."""
+    """Steps in the air at once; default: one a pipeline stage, and one more where the device works by itself."""
+
+    enforce_eager: bool = False
+    """Whether decode steps run one operation at a time, in place of recorded ones; slower, for comparison."""
 
     def __post_init__(self) -> None:
         for name, high in _LIMITS.items():

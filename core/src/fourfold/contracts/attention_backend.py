@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from fourfold.errors import Unsupported
 
@@ -84,4 +84,17 @@ class AttentionBackend(Protocol):
         ``qkv`` [T, (num_heads + 2 * num_kv_heads) * head_dim], may be overwritten; ``positions`` int64 [T];
         ``cos_sin`` fp32 [max_position, rotary_dim]: cosines, then sines, each rotary_dim / 2 (rotate-half
         convention), None for no rotation; ``kv_cache`` of ``kv_cache_shape``. Returns [T, num_heads * head_dim].
+        """
+
+
+@runtime_checkable
+class HeadNorming(Protocol):
+    """What an attention backend also offers that normalises heads on the way; one without it is never asked."""
+
+    def norm_heads(
+        self, query_weight: torch.Tensor, key_weight: torch.Tensor, epsilon: float, *, weight_offset: float = 0.0
+    ) -> None:
+        """From now on, take the rms norm of each query and key head before it is rotated.
+
+        As ``Operators.head_rms_norm`` would; weights [head_dim], whose values may still change.
         """

@@ -30,8 +30,39 @@ class PeerMemory(Protocol):
         """Unmap; idempotent."""
 
 
+class Sender(Protocol):
+    """One end of a pipe: messages to one rank, in order."""
+
+    def send(self, parts: Sequence[torch.Tensor]) -> None:
+        """Send the bytes of ``parts``, contiguous tensors, as one message; they may change once this returns.
+
+        Waits only while the peer has left as many messages as the pipe is deep; raises RpcTimeout naming it.
+        """
+
+    def close(self) -> None:
+        """Release what it owns; what the peer has not received by then may be lost. Idempotent."""
+
+
+class Receiver(Protocol):
+    """The other end."""
+
+    def receive(self, parts: Sequence[torch.Tensor]) -> int:
+        """Fill contiguous tensors with the next message, one after the other, and return its length in bytes.
+
+        A message of another length than theirs fills what it can. On a device that orders work itself, this returns
+        once the receiving is ordered; sizes must then be known to be right. Raises RpcTimeout naming the peer.
+        """
+
+    def close(self) -> None:
+        """Release what it owns; idempotent."""
+
+
 class Communicator(Protocol):
-    """Collectives over the ranks of one group. Ranks are ranks in the group. A group of one rank has none."""
+    """Collectives over the ranks of one group. Ranks are ranks in the group. A group of one rank has none.
+
+    On a device a collective returns when it is queued: ``barrier`` waits for the device, and raises RpcTimeout naming
+    ranks that what was queued has waited for in vain.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -90,6 +121,15 @@ class Communicator(Protocol):
     def irecv(self, tensor: torch.Tensor, source: int, *, channel: int = 0) -> Handle:
         """Start receiving into ``tensor``."""
 
+    def sender(self, destination: int, *, nbytes: int, depth: int) -> Sender:
+        """A pipe to ``destination``, which opens its end meanwhile, for messages of up to ``nbytes``.
+
+        ``depth`` messages fit in without being received. Pipes do not wait for each other, nor for collectives.
+        """
+
+    def receiver(self, source: int, *, nbytes: int, depth: int) -> Receiver:
+        """The other end of a pipe from ``source``; two ranks open their pipes in the same order."""
+
     def barrier(self) -> None:
         """Return when all ranks have arrived."""
 
@@ -99,7 +139,10 @@ class Communicator(Protocol):
     def all_reduce_add_rms_norm(
         self, tensor: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``residual += sum(tensor)``; returns (rms_norm(residual) * weight, residual). May raise Unsupported."""
+        """``residual += sum(tensor)``; returns (rms_norm(residual) * weight, residual). May raise Unsupported.
+
+        The norm may take ``tensor``'s memory.
+        """
 
     def capture(self) -> AbstractContextManager[None]:
         """The scope in which a device graph that uses this communicator is captured."""

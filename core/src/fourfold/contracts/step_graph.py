@@ -16,7 +16,10 @@ class StepGraph(Protocol):
     """One recorded step."""
 
     def replay(self) -> torch.Tensor:
-        """Run the step again on what its input tensors hold now; returns the output tensor, overwritten each time."""
+        """Run the step again on what its input tensors hold now; returns the output tensor, overwritten each time.
+
+        Other tensors that the recorded step has made are overwritten too, as long as somebody holds them.
+        """
 
     def close(self) -> None:
         """Release what was recorded; idempotent."""

@@ -15,7 +15,7 @@ from fourfold.contracts.host_recording import refuse_recording
 from fourfold.errors import EngineError, RpcTimeout
 
 if TYPE_CHECKING:
-    from fourfold.contracts.communicator import Communicator, Handle, PeerMemory
+    from fourfold.contracts.communicator import Communicator, Handle, PeerMemory, Receiver, Sender
 
 _NOTE_BYTES: Final = 256
 
@@ -110,6 +110,14 @@ class CheckedCommunicator:
     def irecv(self, tensor: torch.Tensor, source: int, *, channel: int = 0) -> Handle:
         """See Communicator."""
         return self._inner.irecv(tensor, source, channel=channel)
+
+    def sender(self, destination: int, *, nbytes: int, depth: int) -> Sender:
+        """See Communicator."""
+        return self._inner.sender(destination, nbytes=nbytes, depth=depth)
+
+    def receiver(self, source: int, *, nbytes: int, depth: int) -> Receiver:
+        """See Communicator."""
+        return self._inner.receiver(source, nbytes=nbytes, depth=depth)
 
     def barrier(self) -> None:
         """See Communicator."""

@@ -13,7 +13,7 @@ from fourfold.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from fourfold.contracts.communicator import Communicator, Handle
+    from fourfold.contracts.communicator import Communicator, Handle, Receiver, Sender
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +98,14 @@ class GroupCoordinator:
         """Receive into ``tensor``."""
         self.irecv(tensor, source).wait()
         return tensor
+
+    def sender(self, destination: int, *, nbytes: int, depth: int) -> Sender:
+        """See ``fourfold.contracts.communicator.Communicator``."""
+        return self._peers("sender").sender(destination, nbytes=nbytes, depth=depth)
+
+    def receiver(self, source: int, *, nbytes: int, depth: int) -> Receiver:
+        """See ``fourfold.contracts.communicator.Communicator``."""
+        return self._peers("receiver").receiver(source, nbytes=nbytes, depth=depth)
 
     def isend_tensors(self, tensors: Mapping[str, torch.Tensor], destination: int) -> Handle:
         """Start sending named tensors of any dtypes and shapes; they must stay until the handle is waited on."""

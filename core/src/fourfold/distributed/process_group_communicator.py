@@ -5,20 +5,23 @@ Knows no backend: plugins make the process group, and say what it cannot do.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from fourfold.contracts.host_recording import refuse_recording
+from fourfold.distributed.buffered_pipe import BufferedReceiver, BufferedSender
 from fourfold.distributed.store import exchange
 from fourfold.errors import EngineError, RpcTimeout, Unsupported
 
 if TYPE_CHECKING:
-    from fourfold.contracts.communicator import PeerMemory
+    from fourfold.contracts.communicator import PeerMemory, Receiver, Sender
     from fourfold.entries import CommunicatorContext
 
 _REPORT_SECONDS = 2.0
@@ -50,6 +53,7 @@ class ProcessGroupCommunicator:
         self._scatters_sums = scatters_sums
         self._synchronize = synchronize
         self._failures = 0
+        self._pipes: Counter[tuple[int, int]] = Counter()
 
     def all_reduce(self, tensor: torch.Tensor, *, channel: int = 0) -> torch.Tensor:
         """See Communicator."""
@@ -129,17 +133,24 @@ class ProcessGroupCommunicator:
 
     def isend(self, tensor: torch.Tensor, destination: int, *, channel: int = 0) -> WorkHandle:
         """See Communicator."""
-        dense = self._dense("isend", tensor, channel)
-        work = self._open().send([dense], destination, 0)
-        return WorkHandle(work, dense, self, f"sending to rank {self._context.ranks[destination]}", destination)
+        return self._start_send(self._dense("isend", tensor, channel), destination, tag=0)
 
     def irecv(self, tensor: torch.Tensor, source: int, *, channel: int = 0) -> WorkHandle:
         """See Communicator."""
         refuse_recording("irecv")
         if not tensor.is_contiguous():
             raise Unsupported(f"irecv fills contiguous tensors, not one of strides {tensor.stride()}")
-        work = self._open().recv([tensor], source, 0)
-        return WorkHandle(work, tensor, self, f"receiving from rank {self._context.ranks[source]}", source)
+        return self._start_receive(tensor, source, tag=0)
+
+    def sender(self, destination: int, *, nbytes: int, depth: int) -> Sender:
+        """See Communicator; for groups that tell messages apart by tag, and take short ones for long ones."""
+        start = partial(self._start_send, destination=destination, tag=self._next_tag(self.rank, destination))
+        return BufferedSender(start, nbytes=nbytes, depth=depth)
+
+    def receiver(self, source: int, *, nbytes: int, depth: int) -> Receiver:
+        """See ``sender``."""
+        start = partial(self._start_receive, source=source, tag=self._next_tag(source, self.rank))
+        return BufferedReceiver(start, nbytes=nbytes, depth=depth)
 
     def barrier(self) -> None:
         """See Communicator."""
@@ -190,6 +201,19 @@ class ProcessGroupCommunicator:
         except RuntimeError as error:
             return EngineError(f"{operation} failed in group {context.group}: {cause}; the store is gone: {error}")
         return EngineError(f"{operation} failed on all ranks of group {context.group}: {cause}")
+
+    def _start_send(self, tensor: torch.Tensor, destination: int, tag: int) -> WorkHandle:
+        work = self._open().send([tensor], destination, tag)
+        return WorkHandle(work, tensor, self, f"sending to rank {self._context.ranks[destination]}", destination)
+
+    def _start_receive(self, tensor: torch.Tensor, source: int, tag: int) -> WorkHandle:
+        work = self._open().recv([tensor], source, tag)
+        return WorkHandle(work, tensor, self, f"receiving from rank {self._context.ranks[source]}", source)
+
+    def _next_tag(self, source: int, destination: int) -> int:
+        """Of a new pipe, the same on both ends; 0 is for plain messages."""
+        self._pipes[source, destination] += 1
+        return self._pipes[source, destination]
 
     def _run(self, operation: str, start: Callable[[Any], Any]) -> None:
         group = self._open()

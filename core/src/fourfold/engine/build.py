@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fourfold.checkpoints.progress import NoProgress
 from fourfold.checkpoints.resolve import describe_checkpoint
 from fourfold.config.engine_config import EngineConfig
+from fourfold.config.parallel_config import ParallelConfig
 from fourfold.engine.cache_plan import plan_cache
 from fourfold.engine.engine_core import EngineCore
 from fourfold.engine.executor_client import ExecutorClient
@@ -22,7 +24,7 @@ from fourfold.errors import (
     PluginError,
     WorkerError,
 )
-from fourfold.messages import EngineReady
+from fourfold.messages import EngineReady, StageInfo, WorkerInfo
 from fourfold.models.parallel_limits import check_cut
 from fourfold.plugins import PluginRegistry
 from fourfold.selection import select
@@ -87,8 +89,23 @@ def build_engine(config: EngineConfig, registry: PluginRegistry, *, dp_rank: int
         dtype=workers[0].dtype,
         backends={"executor": executor.entry.name, "scheduler": scheduler.entry.name, **workers[0].backends},
         workers=client.processes(),
+        stages=_stages(workers, config.parallel),
     )
     return BuiltEngine(core=core, client=client, ready=ready)
+
+
+def _stages(workers: Sequence[WorkerInfo], parallel: ParallelConfig) -> list[StageInfo]:
+    tp = parallel.tensor_parallel_size
+    if parallel.pipeline_parallel_size == 1:
+        return []
+    return [
+        StageInfo(
+            first_layer=min(first.kv_cache_specs),
+            last_layer=max(first.kv_cache_specs),
+            ranks=list(range(first.rank, first.rank + tp)),
+        )
+        for first in workers[::tp]
+    ]
 
 
 def _refusal(error: WorkerError, *, num_ranks: int) -> FourfoldError | None:

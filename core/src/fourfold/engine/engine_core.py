@@ -14,11 +14,19 @@ from fourfold.contracts.scheduling_policy import SchedulingPolicy
 from fourfold.engine.kv_cache_manager import KVCacheManager, request_capacity
 from fourfold.engine.request import Request
 from fourfold.engine.scheduler import Batch, Scheduler, failure
+from fourfold.engine.stage_watch import StageWatch
 from fourfold.errors import EngineError, RequestError, RpcTimeout
 from fourfold.messages import AddRequest, EngineStats, FinishReason, RequestOutput, StepMessage, StepOutput
 
 _GRACE = 1.0
 """Seconds beyond the deadline of a step, so that the executor, which knows the missing ranks, is first to report."""
+
+
+class StepReply(Protocol):
+    """What one step will bring."""
+
+    def result(self, timeout: float | None = None) -> StepOutput:
+        """Wait for it; raises TimeoutError, and what ended the step."""
 
 
 class StepClient(Protocol):
@@ -28,8 +36,11 @@ class StepClient(Protocol):
     def max_in_flight(self) -> int:
         """Steps that may be started before the first one's result is taken."""
 
-    def execute_model(self, message: StepMessage) -> Future[StepOutput]:
+    def execute_model(self, message: StepMessage) -> StepReply:
         """Start a step; steps run in the order of calls."""
+
+    def stage_busy_seconds(self) -> Future[list[float]]:
+        """Seconds that each stage of a pipeline has computed."""
 
     def on_failure(self, callback: Callable[[EngineError], None]) -> None:
         """Call back once when the workers are lost for good; at once if they are."""
@@ -79,9 +90,11 @@ class EngineCore:
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             num_slots=scheduler.num_slots,
             # The stages of a pipeline each work on another batch; a request's next token needs all of them.
-            overlap=config.parallel.pipeline_parallel_size == 1,
+            num_batches=min(config.parallel.pipeline_parallel_size, client.max_in_flight),
         )
-        self._in_flight: deque[tuple[Batch, Future[StepOutput], float]] = deque()
+        is_pipeline = config.parallel.pipeline_parallel_size > 1
+        self._stage_watch = StageWatch(client, self._scheduler.stats) if is_pipeline else None
+        self._in_flight: deque[tuple[Batch, StepReply, float]] = deque()
 
     @property
     def has_work(self) -> bool:
@@ -136,9 +149,9 @@ class EngineCore:
                 raise EngineError(f"{len(self._scheduler.requests)} requests wait and none can start")
             return {}
         waiting_since = perf_counter()
-        batch, future, deadline = self._in_flight[0]
+        batch, reply, deadline = self._in_flight[0]
         try:
-            output = future.result(max(0.0, deadline - waiting_since))
+            output = reply.result(max(0.0, deadline - waiting_since))
         except TimeoutError as error:
             if isinstance(error, EngineError):
                 raise
@@ -147,6 +160,8 @@ class EngineCore:
         outputs = self._scheduler.update(batch, output)
         self._in_flight.popleft()
         self._count(started, min(waited, output.forward_seconds))
+        if self._stage_watch is not None:
+            self._stage_watch.step_returned(started=started, air_is_empty=not self._in_flight)
         if self._events is not None:
             self._tell_finished(outputs)
             self._events.step_finished(self.stats)
@@ -188,13 +203,15 @@ class EngineCore:
             if batch is None:
                 break
             sent = perf_counter()
+            reply: StepReply
             try:
-                future = self._client.execute_model(batch.message)
+                reply = self._client.execute_model(batch.message)
             except EngineError as error:  # comes out in its turn, after the steps before it
-                future = Future()
-                future.set_exception(error)
+                failed: Future[StepOutput] = Future()
+                failed.set_exception(error)
+                reply = failed
             waited += perf_counter() - sent
-            self._in_flight.append((batch, future, sent + self._rpc_timeout + _GRACE))
+            self._in_flight.append((batch, reply, sent + self._rpc_timeout + _GRACE))
         return waited
 
     def _check(self, request: AddRequest) -> None:

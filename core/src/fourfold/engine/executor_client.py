@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -18,8 +18,6 @@ from fourfold.contracts.kv_cache_spec import KVCacheConfig
 from fourfold.errors import ConfigError, EngineError
 from fourfold.messages import InitializeCache, StepMessage, StepOutput, WorkerInfo
 
-T = TypeVar("T")
-
 
 class ExecutorClient:
     """The worker methods of one engine as typed calls, for every executor alike."""
@@ -29,6 +27,7 @@ class ExecutorClient:
         self._executor = executor
         self._ready_by = (time.monotonic() if started is None else started) + config.timeouts.startup_timeout
         self._startup_timeout = config.timeouts.startup_timeout
+        self._tensor_parallel_size = config.parallel.tensor_parallel_size
         self._rpc_timeout = config.timeouts.rpc_timeout
         self._encoder = msgspec.msgpack.Encoder()
         self._step_decoder = msgspec.msgpack.Decoder(StepOutput)
@@ -39,12 +38,19 @@ class ExecutorClient:
                 f"--max-in-flight is {asked}, and executor {config.backends.executor!r} takes "
                 f"{executor.max_in_flight} at most; lower it or choose another --executor"
             )
-        self._max_in_flight = asked or executor.max_in_flight
+        self._asked_in_flight = asked
+        self._stages = config.parallel.pipeline_parallel_size
+        self._asynchronous = False
 
     @property
     def max_in_flight(self) -> int:
-        """How many steps may be in the air at once."""
-        return self._max_in_flight
+        """How many steps should be in the air at once; known after ``load``.
+
+        One a stage, and one more where devices work by themselves: its inputs are prepared meanwhile. Elsewhere one
+        more would only delay the replies.
+        """
+        wanted = self._asked_in_flight or self._stages + self._asynchronous
+        return min(wanted, self._executor.max_in_flight)
 
     @property
     def world_size(self) -> int:
@@ -54,7 +60,9 @@ class ExecutorClient:
     def load(self) -> list[WorkerInfo]:
         """Load the weights on every rank; what each rank says of itself, in rank order."""
         replies = self._executor.collective_rpc("load", timeout=self._startup_left())
-        return [self._info_decoder.decode(reply) for reply in replies]
+        workers = [self._info_decoder.decode(reply) for reply in replies]
+        self._asynchronous = all(info.asynchronous for info in workers)
+        return workers
 
     def initialize_cache(self, cache: KVCacheConfig) -> None:
         """Allocate the KV cache on every rank."""
@@ -67,8 +75,8 @@ class ExecutorClient:
         if self._executor.processes():
             self._executor.collective_rpc("settle", timeout=self._startup_left())
 
-    def execute_model(self, step: StepMessage) -> Future[StepOutput]:
-        """Start one step; the future holds the output rank's reply, or the error of any rank."""
+    def execute_model(self, step: StepMessage) -> StepReply:
+        """Start one step; what is returned has the output rank's reply, or the error of any rank."""
         reply = self._executor.collective_rpc(
             "execute_model",
             args=(self._encoder.encode(step),),
@@ -76,7 +84,12 @@ class ExecutorClient:
             reply_rank=self._executor.output_rank,
             non_block=True,
         )
-        return _decoded(reply, self._step_decoder.decode)
+        return StepReply(reply, self._step_decoder)
+
+    def stage_busy_seconds(self) -> Future[list[float]]:
+        """Seconds that the first rank of each stage has computed so far; in order with steps, and not waited for."""
+        reply = self._executor.collective_rpc("busy_seconds", timeout=self._rpc_timeout, non_block=True)
+        return _decoded(reply, lambda seconds: seconds[:: self._tensor_parallel_size])
 
     def check_health(self, timeout: float) -> None:
         """Return when every rank has answered within ``timeout`` seconds; raises as ``collective_rpc`` does."""
@@ -120,12 +133,26 @@ class ExecutorClient:
         return max(0.0, self._ready_by - time.monotonic())
 
 
-def _decoded(reply: Future[bytes], decode: Callable[[bytes], T]) -> Future[T]:
-    """A future of the decoded reply that is done when ``reply`` is."""
-    result: Future[T] = Future()
-    result.set_running_or_notify_cancel()  # a step cannot be taken back once the workers have it
+class StepReply:
+    """The reply to one step, decoded when it is taken."""
 
-    def pass_on(done: Future[bytes]) -> None:
+    __slots__ = ("_decoder", "_reply")
+
+    def __init__(self, reply: Future[bytes], decoder: msgspec.msgpack.Decoder[StepOutput]) -> None:
+        self._reply = reply
+        self._decoder = decoder
+
+    def result(self, timeout: float | None = None) -> StepOutput:
+        """Wait for it; raises TimeoutError, and what ended the step."""
+        return self._decoder.decode(self._reply.result(timeout))
+
+
+def _decoded(reply: Future[Any], decode: Callable[[Any], list[float]]) -> Future[list[float]]:
+    """A future of the decoded reply that is done when ``reply`` is."""
+    result: Future[list[float]] = Future()
+    result.set_running_or_notify_cancel()  # a call cannot be taken back once the workers have it
+
+    def pass_on(done: Future[Any]) -> None:
         try:
             result.set_result(decode(done.result()))
         except BaseException as error:  # whatever the reply is, the waiting engine must learn it

@@ -32,6 +32,7 @@ class Request:
     """Counts come in two kinds: scheduled ones run ahead, confirmed ones follow as steps return."""
 
     __slots__ = (
+        "_stops",
         "arrival_time",
         "block_capacity",
         "blocks",
@@ -65,6 +66,7 @@ class Request:
         self.request_id = request.request_id
         self.client = request.client
         self.sampling = request.sampling
+        self._stops = frozenset(request.sampling.stop_token_ids)
         self.eos_token_ids = request.eos_token_ids
         self.priority = request.priority
         self.arrival_time = request.arrival_time
@@ -121,16 +123,14 @@ class Request:
         """Append a sampled token; returns why the request ends with it, if it does."""
         token_ids = self.token_ids
         token_ids.append(token_id)
-        sampling = self.sampling
-        if len(token_ids) - self.num_prompt >= sampling.min_tokens:
-            if token_id in self.eos_token_ids and not sampling.ignore_eos:
+        length = len(token_ids)
+        if (self._stops or token_id in self.eos_token_ids) and length - self.num_prompt >= self.sampling.min_tokens:
+            if token_id in self.eos_token_ids and not self.sampling.ignore_eos:
                 return FinishReason.STOP
-            if token_id in sampling.stop_token_ids:
+            if token_id in self._stops:
                 self.stop_token_id = token_id
                 return FinishReason.STOP
-        if len(token_ids) >= self.max_total:
-            return FinishReason.LENGTH
-        return None
+        return FinishReason.LENGTH if length >= self.max_total else None
 
     def restart(self) -> None:
         """Forget all computation; tokens stay."""

@@ -44,8 +44,11 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         num_slots: int,
-        overlap: bool = True,
+        num_batches: int = 1,
     ) -> None:
+        """``num_batches`` steps take turns on the stages of a pipeline, each with an even share of the requests; a
+        request is then in one of them at a time, but for the parts of its prompt, which may follow each other.
+        """
         self.stats = EngineStats()
         """Counters; ``snapshot`` completes them."""
         self.requests: dict[str, Request] = {}
@@ -53,9 +56,8 @@ class Scheduler:
         self._cache = cache
         self._policy = policy
         self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._overlap = overlap
-        """Whether a request may be in several steps in the air."""
+        self._max_num_tokens = -(-max_num_batched_tokens // num_batches)
+        self._num_batches = num_batches
         self._running: list[Request] = []
         """In policy order: the last is preempted first."""
         self._waiting = WaitingQueue()
@@ -110,16 +112,23 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """The next step, or None when nothing can be computed before a step in the air returns."""
         batch = Batch(StepMessage(step=self._next_step), [])
-        budget = self._max_num_batched_tokens
+        budget = self._max_num_tokens
         num_preempted = self.stats.preemptions
+        decoding: list[Request] = []
         prefilling: list[Request] = []
-        for request in self._running:  # decodes first: a long prompt must not delay tokens of others
-            if request.status is not Status.RUNNING or not self._may_continue(request):
-                continue
-            if request.num_tokens - request.num_computed > 1:
-                prefilling.append(request)
-            elif self._continue(batch, request, 1):
+        num_decoding = 0
+        for request in self._running:
+            if request.status is Status.RUNNING:
+                decodes = request.num_tokens - request.num_computed == 1
+                num_decoding += decodes
+                if self._may_continue(request):
+                    (decoding if decodes else prefilling).append(request)
+        # Decodes first: a long prompt must not delay tokens of others.
+        share = self._share(num_decoding)
+        for request in decoding if len(decoding) <= share else sorted(decoding, key=attrgetter("scheduled_step")):
+            if share and request.status is Status.RUNNING and self._continue(batch, request, 1):
                 budget -= 1
+                share -= 1
         for request in prefilling:
             if budget and request.status is Status.RUNNING:
                 budget -= self._continue(batch, request, budget)
@@ -136,8 +145,18 @@ class Scheduler:
         return batch
 
     def _may_continue(self, request: Request) -> bool:
-        """Whether a token is left to compute: not when the steps in the air bring the last one."""
-        return request.num_tokens < request.max_total and (self._overlap or not request.num_in_flight)
+        """Whether a token is left to compute, which it is not when the steps in the air bring the last one, and its
+        value will be where it is needed: in a pipeline the stages that sample it and take it in are far apart.
+        """
+        return request.num_tokens < request.max_total and (
+            self._num_batches == 1 or request.num_computed < len(request.token_ids)
+        )
+
+    def _share(self, num_decoding: int) -> int:
+        """Requests that one batch may continue. Without it batches stay as uneven as arrivals and ends have made them,
+        and stages wait for the largest.
+        """
+        return -(-num_decoding // self._num_batches)
 
     def _continue(self, batch: Batch, request: Request, budget: int) -> int:
         """Schedule a running request; returns how many tokens, 0 if it has to wait for blocks."""
@@ -261,7 +280,9 @@ class Scheduler:
         if output.errors and entry.slot in output.errors:
             self.finish(request)
             return failure(request.request_id, output.errors[entry.slot])
-        self._set_confirmed(request, entry.num_computed + entry.num_tokens)
+        confirmed = entry.num_computed + entry.num_tokens
+        self.stats.num_queued_tokens -= confirmed - request.num_confirmed
+        request.num_confirmed = confirmed
         self._cache.confirm(request)
         if output.prompt_logprobs and request.wants_prompt_logprobs:
             request.prompt_logprobs.extend(output.prompt_logprobs.get(entry.slot, ()))
@@ -272,17 +293,22 @@ class Scheduler:
         if output.logprobs:
             logprobs = output.logprobs[row]
             result.logprobs = None if logprobs is None else [logprobs]
-        if request.num_output == 0:
-            result.num_cached_tokens = request.num_cached_tokens
-            self.stats.prompt_tokens += request.num_prompt
-            if request.wants_prompt_logprobs:
-                result.prompt_logprobs = [None, *request.prompt_logprobs]
+        if len(request.token_ids) == request.num_prompt:
+            self._add_prompt(request, result)
         self.stats.generation_tokens += 1
-        result.finish_reason = request.accept(token_id)
-        if result.finish_reason is not None:
+        reason = request.accept(token_id)
+        if reason is not None:
+            result.finish_reason = reason
             result.stop_token_id = request.stop_token_id
             self.finish(request)
         return result
+
+    def _add_prompt(self, request: Request, result: RequestOutput) -> None:
+        """What is told once, with the first token."""
+        result.num_cached_tokens = request.num_cached_tokens
+        self.stats.prompt_tokens += request.num_prompt
+        if request.wants_prompt_logprobs:
+            result.prompt_logprobs = [None, *request.prompt_logprobs]
 
     def _set_confirmed(self, request: Request, num_positions: int) -> None:
         request.share.num_tokens -= num_positions - request.num_confirmed

@@ -64,6 +64,8 @@ class TorchLinearMethod:
         if out_dtype is None or out_dtype == dense.dense.dtype:
             return functional.linear(x, dense.dense, dense.bias)
         # A product of bf16 values rounds its sums to bf16: too coarse for logits, whose order decides the token.
+        if x.is_cuda and dense.bias is None and x.dtype == dense.dense.dtype:
+            return torch.mm(x, dense.dense.t(), out_dtype=out_dtype)  # the sums are fp32 there anyway
         out = torch.empty(*x.shape[:-1], dense.out_features, dtype=out_dtype, device=x.device)
         wide = x.to(out_dtype)
         step = max(1, _WIDENED_ELEMENTS // dense.in_features)

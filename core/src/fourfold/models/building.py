@@ -1,4 +1,4 @@
-"""Builds a decoder for one rank from a description, and says which layer takes which checkpoint tensor."""
+"""Builds one rank's part of a decoder from a description, and says which layer takes which checkpoint tensor."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fourfold.distributed.group_coordinator import GroupCoordinator
     from fourfold.entries import Entry
     from fourfold.models.description import ModelDescription
+    from fourfold.models.stage_partition import Stage
     from fourfold.plugins import PluginRegistry
 
 Load = Callable[["TensorSlices"], None]
@@ -52,16 +53,19 @@ class DecoderBuilder:
         registry: PluginRegistry,
         group: GroupCoordinator,
         *,
+        stage: Stage,
         device: torch.device,
         dtype: torch.dtype,
+        rank: int = 0,
     ) -> None:
         self._description = description
+        self._stage = stage
         self._config = config
         self._registry = registry
         self._device = device
         self._dtype = dtype
         self._cut = cut_heads(description.num_heads, description.num_kv_heads, group.rank, group.world_size)
-        compute = ComputeContext(config=config, device=device, dtype=dtype)
+        compute = ComputeContext(config=config, device=device, dtype=dtype, rank=rank)
         backends, names = registry, config.backends
         linear_name, method = build_backend(
             "linear method", backends.linear_methods(), names.linear_method, config, lambda e: e.build(compute)
@@ -86,20 +90,19 @@ class DecoderBuilder:
 
     def build(self) -> BuiltDecoder:
         """Allocate everything."""
-        d = self._description
-        embedding = cast("VocabularyLayer", self._factory.build("vocab_embedding", d.hidden_size, (d.vocab_size,)))
-        self._take(EMBEDDING, embedding, "weight")
+        d, stage = self._description, self._stage
+        embedding = self._build_embedding() if stage.is_first else None
         length = self._config.model.max_model_len or d.max_model_len
         tables = [rotary_table(rotary, length, self._device) for rotary in d.rotaries]
-        layers = [self._build_layer(layer, tables) for layer in range(d.num_layers)]
-        final_norm = self._norm(FINAL_NORM, d.hidden_size)
-        tied = embedding.weight if d.tied_embeddings else None
-        head = cast("HeadLayer", self._factory.build("head", d.hidden_size, (d.vocab_size,), tied_weight=tied))
-        if not d.tied_embeddings:
-            self._take(HEAD, head, "weight")
+        layers = [
+            self._build_layer(layer, attention, tables) for layer, attention in zip(stage.layers, self._attentions)
+        ]
+        final_norm = self._norm(FINAL_NORM, d.hidden_size) if stage.is_last else None
+        head = self._build_head(embedding) if stage.is_last else None
         layer_names = sorted(set(self._factory.chosen.values()))
         decoder = Decoder(
             d,
+            stage=stage,
             embedding=embedding,
             layers=layers,
             final_norm=final_norm,
@@ -111,10 +114,25 @@ class DecoderBuilder:
         )
         return BuiltDecoder(decoder=decoder, parameters=self._parameters)
 
+    def _build_embedding(self) -> VocabularyLayer:
+        d = self._description
+        embedding = cast("VocabularyLayer", self._factory.build("vocab_embedding", d.hidden_size, (d.vocab_size,)))
+        self._take(EMBEDDING, embedding, "weight")
+        return embedding
+
+    def _build_head(self, embedding: VocabularyLayer | None) -> HeadLayer:
+        """``embedding`` is None on another stage: a tied head has a copy of it then."""
+        d = self._description
+        shared = embedding.weight if d.tied_embeddings and embedding is not None else None
+        head = cast("HeadLayer", self._factory.build("head", d.hidden_size, (d.vocab_size,), tied_weight=shared))
+        if shared is None:
+            self._take(EMBEDDING if d.tied_embeddings else HEAD, head, "weight")
+        return head
+
     def _build_attentions(self, entry: Entry[Any]) -> list[AttentionBackend]:
-        """One a layer, all from one entry."""
+        """One a layer of this stage, all from one entry."""
         backends: list[AttentionBackend] = []
-        for layer in self._description.layers:
+        for layer in self._description.layers[self._stage.layers.start : self._stage.layers.stop]:
             rotary = None if layer.rotary is None else self._description.rotaries[layer.rotary]
             spec = AttentionSpec(
                 num_heads=len(self._cut.heads),
@@ -132,7 +150,7 @@ class DecoderBuilder:
             backends.append(backend)
         return backends
 
-    def _build_layer(self, layer: int, tables: list[torch.Tensor]) -> DecoderLayer:
+    def _build_layer(self, layer: int, attention: AttentionBackend, tables: list[torch.Tensor]) -> DecoderLayer:
         d, prefix = self._description, layer_prefix(layer)
         rotary = d.layers[layer].rotary
         norm = partial(self._norm, size=d.hidden_size)
@@ -167,7 +185,7 @@ class DecoderBuilder:
             down=self._linear(
                 "row", {"": f"{prefix}mlp.down_proj"}, (d.intermediate_size, (d.hidden_size,)), bias=d.mlp_bias
             ),
-            attention=self._attentions[layer],
+            attention=attention,
             cos_sin=None if rotary is None else tables[rotary],
             head_norms=self._head_norms(prefix) if d.query_key_norm else (),
             head_dim=d.head_dim,

@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from fourfold.contracts.kv_cache_spec import KVCacheSpec
+from fourfold.errors import EngineError
 
 if TYPE_CHECKING:
     import torch
@@ -21,25 +23,31 @@ if TYPE_CHECKING:
     from fourfold.models.decoder_layer import DecoderLayer
     from fourfold.models.description import ModelDescription
     from fourfold.models.norm_weight import NormWeight
+    from fourfold.models.stage_partition import Stage
 
 
 class Decoder:
-    """Runs steps. Everything is resolved when it is built; ``forward`` only calls."""
+    """Runs steps through the layers of one stage: all of them, but for pipelines. Everything is resolved when it is
+    built; the methods only call.
+    """
 
     def __init__(
         self,
         description: ModelDescription,
         *,
-        embedding: ParallelLayer,
+        stage: Stage,
+        embedding: ParallelLayer | None,
         layers: Sequence[DecoderLayer],
-        final_norm: NormWeight,
-        head: HeadLayer,
+        final_norm: NormWeight | None,
+        head: HeadLayer | None,
         operators: Operators,
         backends: dict[str, str],
         dtype: torch.dtype,
         block_size: int,
     ) -> None:
+        """``embedding`` is None beyond the first stage, ``final_norm`` and ``head`` before the last one."""
         self.description = description
+        self.stage = stage
         self.backends = backends
         """Chosen name of each kind of backend."""
         self.dtype = dtype
@@ -49,13 +57,15 @@ class Decoder:
         self._layers = list(layers)
         self._head = head
         epsilon, offset = description.norm_epsilon, description.norm_offset
+        rms_norm = partial(operators.rms_norm, epsilon=epsilon, weight_offset=offset)
+        add_rms_norm = partial(operators.add_rms_norm, epsilon=epsilon, weight_offset=offset)
         self._first_norm: Callable[[torch.Tensor], torch.Tensor] = partial(
-            operators.rms_norm, weight=layers[0].parts.input_norm.tensor, epsilon=epsilon, weight_offset=offset
+            rms_norm, weight=layers[0].parts.input_norm.tensor
         )
         self._add_norms: list[Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = [
-            partial(operators.add_rms_norm, weight=norm.tensor, epsilon=epsilon, weight_offset=offset)
-            for norm in (*(layer.parts.input_norm for layer in layers[1:]), final_norm)
+            partial(add_rms_norm, weight=layer.parts.input_norm.tensor) for layer in layers
         ]
+        self._final_norm = None if final_norm is None else partial(add_rms_norm, weight=final_norm.tensor)
         self._scale = description.embedding_scale
         self._soft_cap = description.logit_soft_cap
 
@@ -66,16 +76,47 @@ class Decoder:
         kv_caches: Sequence[torch.Tensor],
         metadata: Sequence[AttentionMetadata],
     ) -> torch.Tensor:
-        """``token_ids`` and ``positions`` int64 [T], a cache and metadata a layer -> normed hidden states [T, H]."""
+        """``token_ids`` and ``positions`` int64 [T], a cache and metadata a layer -> normed hidden states [T, H].
+
+        The stages together: this one must be first and last.
+        """
+        residual = self.embed(token_ids)
+        return self.finish(*self.run_layers(None, residual, positions, kv_caches, metadata))
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [T] -> [T, H], with which the residual begins; on the first stage."""
+        if self._embedding is None:
+            raise EngineError(f"the stage of layers {self.stage.layers} has no embedding")
         residual = self._embedding(token_ids)
-        if self._scale != 1.0:
-            residual = self.operators.scale(residual, self._scale)
-        normed = self._first_norm(residual)
-        for layer, add_norm, kv_cache, layer_metadata in zip(
-            self._layers, self._add_norms, kv_caches, metadata, strict=True
-        ):
+        return residual if self._scale == 1.0 else self.operators.scale(residual, self._scale)
+
+    def run_layers(
+        self,
+        hidden: torch.Tensor | None,
+        residual: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: Sequence[torch.Tensor],
+        metadata: Sequence[AttentionMetadata],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``hidden`` [T, H], still to be added to ``residual`` [T, H], through this stage's layers; both are returned
+        as the next stage takes them, and may be overwritten. ``hidden`` is None on the first stage.
+        """
+        if hidden is None:
+            normed = self._first_norm(residual)
+        else:
+            normed, residual = self._add_norms[0](hidden, residual)
+        parts = zip(self._layers, kv_caches, metadata, strict=True)
+        for (layer, kv_cache, layer_metadata), add_norm in zip_longest(parts, self._add_norms[1:]):
             x, residual = layer(normed, residual, positions, kv_cache, layer_metadata)
-            normed, residual = add_norm(x, residual)
+            if add_norm is not None:
+                normed, residual = add_norm(x, residual)
+        return x, residual
+
+    def finish(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """What the last stage's ``run_layers`` returned -> normed hidden states [T, H]."""
+        if self._final_norm is None:
+            raise EngineError(f"the stage of layers {self.stage.layers} is not the last")
+        normed: torch.Tensor = self._final_norm(hidden, residual)[0]
         return normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -84,16 +125,16 @@ class Decoder:
 
     def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, H] -> this rank's part of the logits; the ranks do not talk meanwhile."""
-        logits = self._head.shard(hidden)
+        logits = self._last().shard(hidden)
         return self.operators.soft_cap(logits, self._soft_cap) if self._soft_cap else logits
 
     def collect_logits(self, local: torch.Tensor) -> torch.Tensor:
         """What ``local_logits`` gave on every rank -> what ``logits`` returns; the next call may overwrite it."""
-        return self._head.collect(local)
+        return self._last().collect(local)
 
     def kv_cache_shape(self, layer: int, num_blocks: int) -> tuple[int, ...]:
-        """Shape of one layer's cache tensor, in ``dtype``."""
-        return self._layers[layer].parts.attention.kv_cache_shape(num_blocks, self._block_size)
+        """Shape of one layer's cache tensor, in ``dtype``; ``layer`` is its number in the whole model."""
+        return self._layers[self.stage.layers.index(layer)].parts.attention.kv_cache_shape(num_blocks, self._block_size)
 
     def kv_cache_specs(self) -> dict[int, KVCacheSpec]:
         """What each of this rank's layers asks of the cache, by layer number."""
@@ -103,5 +144,10 @@ class Decoder:
                 bytes_per_block=math.prod(self.kv_cache_shape(layer, 1)) * self.dtype.itemsize,
                 sliding_window=self.description.layers[layer].sliding_window,
             )
-            for layer in range(len(self._layers))
+            for layer in self.stage.layers
         }
+
+    def _last(self) -> HeadLayer:
+        if self._head is None:
+            raise EngineError(f"the stage of layers {self.stage.layers} has no head")
+        return self._head

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from fourfold.contracts.attention_backend import HeadNorming
+
 if TYPE_CHECKING:
     import torch
 
@@ -36,7 +38,8 @@ class LayerParts:
     down: ParallelLayer
     attention: AttentionBackend
     cos_sin: torch.Tensor | None
-    head_norms: tuple[HeadNorm, ...]
+    head_norms: tuple[HeadNorm, HeadNorm] | tuple[()]
+    """Of the queries and of the keys."""
     head_dim: int
     input_norm: NormWeight
     """Applied by the decoder, together with the residual of the layer before."""
@@ -59,18 +62,7 @@ class DecoderLayer:
         self._gated = operators.gated
         self._activation = parts.activation
         self._down = parts.down
-        self._head_norms: list[Callable[[torch.Tensor], None]] = [
-            partial(
-                operators.head_rms_norm,
-                weight=norm.weight.tensor,
-                epsilon=epsilon,
-                first_head=norm.first_head,
-                num_heads=norm.num_heads,
-                head_dim=parts.head_dim,
-                weight_offset=weight_offset,
-            )
-            for norm in parts.head_norms
-        ]
+        self._head_norms = _head_norms(parts, operators, epsilon=epsilon, weight_offset=weight_offset)
         norm = partial(operators.rms_norm, epsilon=epsilon, weight_offset=weight_offset)
         self._attention_output_norm = _bind(norm, parts.attention_output_norm)
         self._feed_forward_output_norm = _bind(norm, parts.feed_forward_output_norm)
@@ -101,6 +93,28 @@ class DecoderLayer:
         if self._feed_forward_output_norm is not None:
             x = self._feed_forward_output_norm(x)
         return x, residual
+
+
+def _head_norms(
+    parts: LayerParts, operators: Operators, *, epsilon: float, weight_offset: float
+) -> list[Callable[[torch.Tensor], None]]:
+    """Norms in place on the fused rows; none where the attention backend takes them over."""
+    if parts.head_norms and isinstance(parts.attention, HeadNorming):
+        queries, keys = parts.head_norms
+        parts.attention.norm_heads(queries.weight.tensor, keys.weight.tensor, epsilon, weight_offset=weight_offset)
+        return []
+    return [
+        partial(
+            operators.head_rms_norm,
+            weight=norm.weight.tensor,
+            epsilon=epsilon,
+            first_head=norm.first_head,
+            num_heads=norm.num_heads,
+            head_dim=parts.head_dim,
+            weight_offset=weight_offset,
+        )
+        for norm in parts.head_norms
+    ]
 
 
 def _bind(

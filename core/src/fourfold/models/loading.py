@@ -10,6 +10,7 @@ from fourfold.distributed.model_parallel import GroupLinks, ModelParallel, initi
 from fourfold.errors import CheckpointError, ConfigError
 from fourfold.layout import ParallelLayout
 from fourfold.models.building import BuiltDecoder, DecoderBuilder
+from fourfold.models.stage_partition import Stage
 from fourfold.models.tensor_table import EMBEDDING, HARMLESS, HEAD, checkpoint_tensors
 
 if TYPE_CHECKING:
@@ -36,8 +37,10 @@ def load_model(
     dtype: torch.dtype,
     progress: Progress,
     parallel: ModelParallel | None = None,
+    stage: Stage | None = None,
 ) -> Decoder:
-    """This rank's decoder with its weights. ``parallel`` may be left out where every group is one rank.
+    """This rank's decoder with its weights. ``parallel`` may be left out where every group is one rank, ``stage`` where
+    it holds all layers.
 
     Raises ConfigError for a backend or a cut that cannot do this model, CheckpointError for tensors that are missing,
     left over, truncated or of the wrong shape.
@@ -46,11 +49,13 @@ def load_model(
         # Copies of the engine are independent: a rank's groups are those within its own.
         layout = ParallelLayout(pp=context.layout.pp, tp=context.layout.tp)
         parallel = initialize_model_parallel(layout, context.rank, _refuse_to_connect)
+    description = checkpoint.description
+    stage = stage or Stage(layers=range(description.num_layers))
     built = DecoderBuilder(
-        checkpoint.description, context.config, registry, parallel.tp, device=device, dtype=dtype
+        description, context.config, registry, parallel.tp, stage=stage, device=device, dtype=dtype, rank=context.rank
     ).build()
     with checkpoint.format.open(checkpoint.folder) as reader:
-        _fill(built, checkpoint.description, reader, progress)
+        _fill(built, description, reader, progress)
     return built.decoder
 
 

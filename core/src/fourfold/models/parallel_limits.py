@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fourfold.layers.partition import cut_heads
+from fourfold.models.stage_partition import check_num_stages, check_sum
 
 if TYPE_CHECKING:
     from fourfold.config.parallel_config import ParallelConfig
@@ -14,3 +15,7 @@ if TYPE_CHECKING:
 def check_cut(description: ModelDescription, parallel: ParallelConfig) -> None:
     """Raise ConfigError naming the sizes that would do, where the model cannot be cut as ``parallel`` says."""
     cut_heads(description.num_heads, description.num_kv_heads, 0, parallel.tensor_parallel_size)
+    check_num_stages(parallel.pipeline_parallel_size, description.num_layers)
+    sizes = parallel.layers_of_stages
+    if sizes is not None:
+        check_sum(parallel.pipeline_partition, sizes, description.num_layers)

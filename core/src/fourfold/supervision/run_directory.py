@@ -71,7 +71,10 @@ class RunDirectory:
         _sweep(root)
         for _ in range(_CREATE_ATTEMPTS):
             path = root / secrets.token_hex(4)
-            path.mkdir(mode=0o700)
+            try:
+                path.mkdir(mode=0o700)
+            except OSError as error:
+                raise _cannot_make(path, error) from error
             lock = _lock(path)
             if lock is not None:
                 return cls(path, lock)
@@ -206,7 +209,7 @@ def _make_private(root: Path) -> None:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = root.lstat()
     except OSError as error:
-        raise ConfigError(f"cannot make the run directory {root}: {error.strerror}; set XDG_RUNTIME_DIR") from error
+        raise _cannot_make(root, error) from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise ConfigError(f"{root} is not a directory of this user's; remove it, or set XDG_RUNTIME_DIR to one")
     if stat.S_IMODE(status.st_mode) & 0o077:
@@ -220,6 +223,10 @@ def _sweep(root: Path) -> None:
         if lock is not None:
             shutil.rmtree(path, ignore_errors=True)
             os.close(lock)
+
+
+def _cannot_make(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot make the run directory {path}: {error.strerror}; set XDG_RUNTIME_DIR")
 
 
 def _lock(path: Path) -> int | None:

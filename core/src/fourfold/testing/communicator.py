@@ -26,6 +26,8 @@ class CommunicatorConformance(Conformance):
     device: ClassVar[str] = "cpu"
     """``cpu``, or ``cuda`` for a device a rank."""
     world_size: ClassVar[int] = 2
+    shares_a_device: ClassVar[bool] = False
+    """Whether ranks may take turns on the devices that there are."""
 
     @pytest.fixture
     def entry(self) -> CommunicatorEntry:
@@ -38,8 +40,9 @@ class CommunicatorConformance(Conformance):
         if self.device != "cpu":
             import torch
 
-            if torch.cuda.device_count() < self.world_size:
-                pytest.skip(f"{torch.cuda.device_count()} CUDA devices for {self.world_size} ranks")
+            needed = 1 if self.shares_a_device else self.world_size
+            if torch.cuda.device_count() < needed:
+                pytest.skip(f"{torch.cuda.device_count()} CUDA devices, not {needed}")
         return entry
 
     @pytest.fixture
@@ -66,6 +69,10 @@ class CommunicatorConformance(Conformance):
 
     def test_messages_arrive_in_order(self, run: Run) -> None:
         run(cases.sends_in_order)
+
+    def test_pipes_keep_messages_apart_and_in_order(self, run: Run) -> None:
+        expected = [4 * (1000 if number % 2 else number) for number in range(10) for _ in range(2)]
+        assert run(cases.pipes) == [expected] * self.world_size
 
     def test_late_ranks_get_right_data(self, run: Run) -> None:
         first, *others = run(cases.survives_skew, 300)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fourfold.contracts.communicator import Communicator
+from fourfold.contracts.communicator import Communicator, Receiver, Sender
 from fourfold.distributed.self_test import self_test
 from fourfold.distributed.store import scoped
 from fourfold.entries import CommunicatorContext
@@ -31,12 +31,11 @@ def connected(
 ) -> Iterator[Communicator]:
     """The communicator of this rank; ``ranks`` are the group's global ones, in order."""
     members = tuple(range(rank.world_size)) if ranks is None else tuple(ranks)
-    place = torch.device(device, rank.rank) if device != "cpu" else torch.device("cpu")
     context = CommunicatorContext(
         group="tp",
         ranks=members,
         rank=members.index(rank.rank),
-        device=place,
+        device=place(rank, device),
         store=scoped(rank.store, f"{name} {members}"),
         timeout=timeout,
     )
@@ -45,6 +44,11 @@ def connected(
         yield communicator
     finally:
         communicator.close()
+
+
+def place(rank: Rank, device: str) -> torch.device:
+    """Where a rank's tensors are: ranks take turns on the devices that there are."""
+    return torch.device("cpu") if device == "cpu" else torch.device(device, rank.rank % torch.cuda.device_count())
 
 
 def data(rank: int, shape: Sequence[int], dtype: torch.dtype, device: str, seed: int = 0) -> torch.Tensor:
@@ -71,8 +75,7 @@ def check(found: torch.Tensor, expected: torch.Tensor) -> None:
 def passes_the_self_test(rank: Rank, name: str, device: str) -> Any:
     """What was wrong, or None."""
     with connected(rank, name, device) as communicator:
-        place = torch.device(device, rank.rank) if device != "cpu" else torch.device("cpu")
-        return self_test(communicator, place)
+        return self_test(communicator, place(rank, device))
 
 
 def reduces(rank: Rank, name: str, device: str) -> list[str]:
@@ -193,6 +196,40 @@ def survives_skew(rank: Rank, name: str, device: str, rounds: int) -> str:
     return seen.hexdigest()
 
 
+def pipes(rank: Rank, name: str, device: str) -> list[int]:
+    """Two pipes each way around the ring, all filled to their depth before one is emptied; lengths that came."""
+    world, mine, depth = rank.world_size, rank.rank, 3
+    after, before = (mine + 1) % world, (mine - 1) % world
+    where, lengths = place(rank, device), []
+    with connected(rank, name, device) as communicator:
+        senders: list[Sender] = []
+        receivers: list[Receiver] = []
+        for _ in range(2):
+            for end in range(2):  # each rank opens in the order in which its peers do
+                if (end == 0) == (mine == 0):
+                    senders.append(communicator.sender(after, nbytes=4000, depth=depth))
+                else:
+                    receivers.append(communicator.receiver(before, nbytes=4000, depth=depth))
+        for number in range(4 * depth):
+            rows = 1000 if number % 2 else number
+            for way, sender in enumerate(senders):
+                whole = data(10 * mine + way, (rows,), torch.float32, "cpu", number).to(where)
+                sender.send([whole[: rows // 3], whole[rows // 3 :]])
+                whole.fill_(-1.0)
+            if number < depth - 1:
+                continue
+            late = number - depth + 1
+            rows = 1000 if late % 2 else late
+            for way, receiver in reversed(list(enumerate(receivers))):
+                target = torch.zeros(rows, device=where)
+                lengths.append(receiver.receive([target[: rows // 2], target[rows // 2 :]]))
+                check(target, data(10 * before + way, (rows,), torch.float32, "cpu", late))
+        for close in [one.close for one in senders] + [one.close for one in receivers]:
+            close()
+            close()
+    return lengths
+
+
 def names_who_is_missing(rank: Rank, name: str, device: str) -> Any:
     """On rank 0, which waits for the last rank in vain: (error, ranks it names, seconds)."""
     with connected(rank, name, device, timeout=2.0) as communicator:
@@ -203,6 +240,8 @@ def names_who_is_missing(rank: Rank, name: str, device: str) -> Any:
         started = time.monotonic()
         try:
             communicator.all_reduce(torch.ones(10, device=device))
+            if device != "cpu":  # queued, not done: the barrier waits for the device
+                communicator.barrier()
         except RpcTimeout as error:
             return type(error).__name__, list(error.missing_ranks), time.monotonic() - started
         finally:

@@ -110,6 +110,19 @@ class ExecutorConformance(Conformance):
         ]
         assert [future.result(PATIENTLY) for future in futures] == list(range(executor.max_in_flight))
 
+    def test_a_deferred_reply_holds_up_no_other_call(self, executor: Executor) -> None:
+        if executor.max_in_flight < 2:
+            pytest.skip("this executor has one call in the air at most")
+        for rank in (None, self.last):
+            begun = executor.collective_rpc("begin", args=(5,), reply_rank=rank, non_block=True)
+            failing = executor.collective_rpc("begin", args=(5,), kwargs={"fails": True}, reply_rank=0, non_block=True)
+            executor.collective_rpc("finish")
+            assert begun.result(PATIENTLY) == ([5] * self.world_size if rank is None else 5)
+            with pytest.raises(WorkerError, match="failed later on purpose") as caught:
+                failing.result(PATIENTLY)
+            assert (caught.value.phase, caught.value.type_name) == ("begin", "ValueError")
+        assert executor.collective_rpc("begin", args=("now",)) == ["now"] * self.world_size
+
     def test_arrays_and_tuples_arrive_as_they_were(self, executor: Executor) -> None:
         array = np.arange(6, dtype=np.int16).reshape(2, 3)
         for value, found in executor.collective_rpc("identity", args=([(1, b"2"), array],)):

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from fourfold.testing.rank_process import receive_frame, send_frame
@@ -26,8 +26,10 @@ class RankError(AssertionError):
 class RankPool:
     """N processes that run the same function at the same time."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, environment: Callable[[int], Mapping[str, str]] = lambda rank: {}) -> None:
+        """``environment`` gives the variables that a rank has besides this process' own."""
         self.world_size = world_size
+        self._environment = environment
         self._processes: list[subprocess.Popen[bytes]] = []
         self._lines: list[socket.socket] = []
         self._calls = 0
@@ -79,7 +81,8 @@ class RankPool:
                 ours, theirs = socket.socketpair()
                 command = [sys.executable, "-m", "fourfold.testing.rank_process", "--rank", str(rank)]
                 command += ["--world-size", str(self.world_size), "--line", str(theirs.fileno()), "--store", str(store)]
-                self._processes.append(subprocess.Popen(command, pass_fds=(theirs.fileno(), store)))
+                variables = {**os.environ, **self._environment(rank)}
+                self._processes.append(subprocess.Popen(command, pass_fds=(theirs.fileno(), store), env=variables))
                 theirs.close()
                 self._lines.append(ours)
         finally:

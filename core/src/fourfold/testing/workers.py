@@ -7,7 +7,10 @@ import os
 import threading
 from typing import Any
 
+from fourfold.contracts.deferred_reply import DeferredReply
 from fourfold.entries import WorkerContext
+
+_PATIENCE = 20.0
 
 
 class EchoWorker:
@@ -17,6 +20,7 @@ class EchoWorker:
         self.rank = context.rank
         self.world_size = context.layout.engine_world_size
         self.was_shut_down = False
+        self._finished = threading.Event()
 
     def who(self) -> tuple[int, int]:
         """(rank, world size)."""
@@ -37,6 +41,22 @@ class EchoWorker:
     def make_bytes(self, count: int) -> bytes:
         """``count`` bytes of this rank's number."""
         return bytes([self.rank]) * count
+
+    def begin(self, value: Any, *, fails: bool = False) -> DeferredReply:
+        """Answer ``value`` some time after ``finish`` was called."""
+
+        def take() -> Any:
+            if not self._finished.wait(_PATIENCE):
+                raise TimeoutError("nobody called finish")
+            if fails:
+                raise ValueError(f"rank {self.rank} failed later on purpose")
+            return value
+
+        return DeferredReply(take)
+
+    def finish(self) -> None:
+        """Let deferred replies come."""
+        self._finished.set()
 
     def fail(self, rank: int) -> int:
         """Raise ValueError on ``rank``; other ranks answer."""

@@ -45,6 +45,19 @@ class Detokenizer:
         self.length += len(text)
         return text
 
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """What ``push`` would return for one after another, joined."""
+        first = 0
+        texts = []
+        while self._strip_space and first < len(token_ids):
+            texts.append(self.push(token_ids[first]))
+            first += 1
+        token_bytes, hidden = self._tokenizer.token_bytes, self._hidden
+        pieces = [token_bytes(token_id) for token_id in token_ids[first:] if token_id not in hidden]
+        text = self._decoder.decode(b"".join(pieces))
+        self.length += len(text)
+        return "".join(texts) + text
+
     def finish(self) -> str:
         """One U+FFFD if the last token left a character incomplete, else nothing."""
         text = self._decoder.decode(b"", final=True)

@@ -74,6 +74,11 @@ class OutputProcessor:
         self.num_cached_tokens = 0
         self.finish_reason: FinishReason | None = None
 
+    @property
+    def looks_at_text(self) -> bool:
+        """Whether a text can end the output, so that it must be known after every token."""
+        return self._stop.any
+
     def process(self, output: RequestOutput) -> Delta:
         """What one engine output adds. Tokens after a matched stop string are dropped; so are later outputs.
 
@@ -86,8 +91,17 @@ class OutputProcessor:
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         # A stop token is no part of the text unless asked for; only the last token of an output can be one.
         stopped = output.finish_reason is FinishReason.STOP and not self._include
+        if not self.looks_at_text and output.logprobs is None:
+            visible = output.token_ids[:-1] if stopped else output.token_ids
+            delta.token_ids = list(output.token_ids)
+            self.num_tokens += len(output.token_ids)
+            texts = [self._detokenizer.push_all(visible)]
+            if output.finish_reason is not None:
+                self._end(output, texts, delta)
+            delta.text = "".join(texts)
+            return delta
         stopped_at = len(output.token_ids) - 1 if stopped else -1
-        texts: list[str] = []
+        texts = []
         for index, token_id in enumerate(output.token_ids):
             if output.logprobs is not None:
                 delta.logprobs.append(PlacedLogprobs(output.logprobs[index], self._detokenizer.length))

@@ -31,6 +31,11 @@ class StopStrings:
         self._include = include
         self._held = ""
 
+    @property
+    def any(self) -> bool:
+        """Whether there are stop strings."""
+        return bool(self._patterns)
+
     def push(self, text: str) -> Released:
         """Text of one more token."""
         if not self._patterns or not text:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import numpy.typing as npt
 import torch
 
 from fourfold.messages import TokenLogprobs
@@ -14,25 +17,36 @@ if TYPE_CHECKING:
     from fourfold.contracts.operators import Operators
 
 
+@dataclass(frozen=True, slots=True)
+class LogprobRows:
+    """Log probabilities of R rows, on the device."""
+
+    tensors: tuple[torch.Tensor, ...]
+    """Ids, log probabilities and ranks [R], and the ids and log probabilities of the likeliest [R, widest]."""
+    num_top: Int64
+    """[R]: how many likeliest ones are asked for."""
+
+    def read(self, arrays: Sequence[npt.NDArray[Any]]) -> list[TokenLogprobs]:
+        """One a row; ``arrays`` are what ``tensors`` hold."""
+        token_ids, values, ranks, top_ids, tops = (array.tolist() for array in arrays)
+        return [
+            TokenLogprobs(token_id=token_id, logprob=value, rank=rank, top=list(zip(ids[:count], top[:count])))
+            for token_id, value, rank, ids, top, count in zip(
+                token_ids, values, ranks, top_ids, tops, self.num_top.tolist()
+            )
+        ]
+
+
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, num_top: Int64, *, operators: Operators
-) -> list[TokenLogprobs]:
-    """One a row of fp32 ``logits`` [R, V]: of ``token_ids`` (int64 [R]) and of the ``num_top[r]`` likeliest.
+) -> LogprobRows:
+    """Of ``token_ids`` (int64 [R]) in rows of fp32 ``logits`` [R, V], and of the ``num_top[r]`` likeliest of each row.
 
     The rank is 1 plus the number of likelier ids.
     """
-    normalizer = operators.log_normalizer(logits)
+    normalizer = operators.log_normalizer(logits).unsqueeze(-1)
     chosen = logits.gather(-1, token_ids.unsqueeze(-1))
-    ranks = ((logits > chosen).sum(-1) + 1).tolist()
-    values = (chosen.squeeze(-1) - normalizer).tolist()
-    widest = min(int(num_top.max()), logits.shape[-1])
-    tops: list[list[tuple[int, float]]] = [[] for _ in values]
-    if widest:
-        found = largest(logits, widest)
-        logprobs = (found.values - normalizer.unsqueeze(-1)).tolist()
-        pairs = zip(found.indices.tolist(), logprobs, num_top.tolist())
-        tops = [list(zip(ids[:count], row[:count])) for ids, row, count in pairs]
-    return [
-        TokenLogprobs(token_id=token_id, logprob=value, rank=rank, top=top)
-        for token_id, value, rank, top in zip(token_ids.tolist(), values, ranks, tops)
-    ]
+    ranks = (logits > chosen).sum(-1) + 1
+    found = largest(logits, max(1, min(int(num_top.max()), logits.shape[-1])))
+    values = (chosen - normalizer).squeeze(-1)
+    return LogprobRows((token_ids, values, ranks, found.indices, found.values - normalizer), num_top)

@@ -1,7 +1,7 @@
 """The workers' copy of every request, one row a request: token ids, lengths and block tables.
 
-A step message carries only what changed; sampled ids are appended here and feed the next step. Knows nothing of
-scheduling, sampling or the model.
+A step message carries only what changed; sampled ids are appended here and feed the next step, or are only counted
+where they stay on the device. Knows nothing of scheduling, sampling or the model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class RequestState:
     token_ids: Int32
     """[slots, max_model_len + 1]: prompt, then output."""
     num_tokens: Int64
-    """[slots]: tokens known."""
+    """[slots]: tokens there are."""
+    num_known: Int64
+    """[slots]: how many of them, from the start, ``token_ids`` has."""
     prompt_lengths: Int64
     """[slots]"""
 
@@ -37,6 +39,7 @@ class RequestState:
         # One more than the context: the last position may still sample.
         self.token_ids = np.zeros((slots, max_model_len + 1), np.int32)
         self.num_tokens = np.zeros(slots, np.int64)
+        self.num_known = np.zeros(slots, np.int64)
         self.prompt_lengths = np.zeros(slots, np.int64)
         self.block_tables = [BlockTable(slots, max_model_len, group.spec.block_size) for group in cache.groups]
         """One a KV-cache group."""
@@ -55,7 +58,7 @@ class RequestState:
         self._reach(slot)
         known = np.array([*request.prompt_token_ids, *request.output_token_ids], np.int64)
         length = min(len(known), self.max_model_len)
-        self.num_tokens[slot] = length
+        self.num_tokens[slot] = self.num_known[slot] = length
         self.prompt_lengths[slot] = min(len(request.prompt_token_ids), length)
         self.token_ids[slot, :length] = 0
         if len(known) > length:
@@ -79,6 +82,11 @@ class RequestState:
         """Append one sampled id to each of ``slots`` (distinct)."""
         self.token_ids[slots, self.num_tokens[slots]] = token_ids
         self.num_tokens[slots] += 1
+        self.num_known[slots] += 1
+
+    def advance(self, slots: Int64) -> None:
+        """Count one more sampled id for each of ``slots`` (distinct) that the device alone knows."""
+        self.num_tokens[slots] += 1
 
     def output_positions(self, slots: Int64) -> Int64:
         """The index in the output of the token that each of ``slots`` samples next."""
@@ -91,6 +99,7 @@ class RequestState:
         slots = max(slot + 1, 2 * self.slots)
         self.token_ids = grown(self.token_ids, slots)
         self.num_tokens = grown(self.num_tokens, slots)
+        self.num_known = grown(self.num_known, slots)
         self.prompt_lengths = grown(self.prompt_lengths, slots)
         for table in self.block_tables:
             table.grow(slots)

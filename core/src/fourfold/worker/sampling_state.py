@@ -112,14 +112,6 @@ class SamplingState:
         for table in (self.biases, self.seen, self.stop_ids, self.prompt_logprobs):
             table.pop(slot, None)
 
-    def append(self, slots: Int64, token_ids: Int64) -> None:
-        """Count one sampled id for each of ``slots``."""
-        if not self.seen:
-            return
-        for slot, token_id in zip(slots.tolist(), token_ids.tolist()):
-            if slot in self.seen:
-                self.seen[slot].add(token_id)
-
 
 def _features(sampling: SamplingParams) -> Feature:
     features = Feature(0)

@@ -14,6 +14,8 @@ _FEW = 1024
 """Rows that keep up to so many by top-k are cut among these alone."""
 
 
+_SORTED_ROWS = 32
+"""Rows that are sorted whole at a time; bounds the memory to some hundred megabytes."""
 _SORTED_FIRST = (256, 4096)
 """Entries of a row that are sorted for top-p before all of them are."""
 
@@ -80,6 +82,38 @@ def truncate(
     return logits.masked_fill(scaled < threshold.unsqueeze(-1), -torch.inf)
 
 
+def truncate_sorted(
+    logits: torch.Tensor,
+    inverse_temperature: torch.Tensor,
+    *,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> torch.Tensor:
+    """``truncate`` for devices where looking at a value makes the host wait: sorts whole rows, and decides nothing."""
+    parts = zip(*(torch.split(tensor, _SORTED_ROWS) for tensor in (logits, inverse_temperature, top_k, top_p, min_p)))
+    return torch.cat([_truncated(*part) for part in parts])
+
+
+def _truncated(
+    logits: torch.Tensor,
+    inverse_temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> torch.Tensor:
+    scaled = logits * inverse_temperature.unsqueeze(-1)
+    values = torch.sort(scaled, dim=-1, descending=True).values
+    top = values[:, 0]
+    places = torch.arange(values.shape[-1], device=values.device)
+    kept = (places < torch.where(top_k > 0, top_k, values.shape[-1]).unsqueeze(-1)) & (
+        values >= (top + torch.log(min_p)).unsqueeze(-1)
+    )
+    weights = _weights(values, kept, top)
+    cut = _last_kept(values, kept, weights, top_p, weights.sum(-1))
+    return logits.masked_fill(scaled < cut.unsqueeze(-1), -torch.inf)
+
+
 def _cut_of_few(
     scaled: torch.Tensor, top: torch.Tensor, threshold: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> torch.Tensor:
@@ -124,4 +158,5 @@ def _last_kept(
     """Of ``values`` [R, C], largest first, the one that brings the sum to ``top_p * total``, or the last ``kept``."""
     reached = torch.cumsum(weights, -1) >= (top_p * total).unsqueeze(-1)
     last = torch.where(reached.any(-1) & (top_p < 1), reached.to(torch.int8).argmax(-1), kept.sum(-1) - 1)
-    return values.gather(-1, last.unsqueeze(-1)).squeeze(-1)
+    # A row of NaN keeps nothing; it is the caller's to see, and must not fail the others.
+    return values.gather(-1, last.clamp_min(0).unsqueeze(-1)).squeeze(-1)

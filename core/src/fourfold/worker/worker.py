@@ -7,8 +7,10 @@ what runs.
 from __future__ import annotations
 
 import gc
+import time
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,21 +20,38 @@ from fourfold.checkpoints.progress import NoProgress, make_progress
 from fourfold.checkpoints.recorded_reading import RecordedFormat
 from fourfold.checkpoints.resolve import Checkpoint, resolve_checkpoint
 from fourfold.checkpoints.sharded_writing import copy_side_files, write_shard
+from fourfold.contracts.deferred_reply import DeferredReply
+from fourfold.contracts.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from fourfold.distributed.connection import connect
+from fourfold.distributed.stage_transport import StageTransport
 from fourfold.errors import ConfigError, EngineError
 from fourfold.messages import InitializeCache, StepMessage, WorkerInfo
 from fourfold.models.loading import load_model
 from fourfold.models.tensor_table import HEAD
 from fourfold.plugins import load_plugins
 from fourfold.worker.device import Device, open_device
+from fourfold.worker.memory_advice import (
+    cache_does_not_fit,
+    explained,
+    step_does_not_fit,
+    warm_up_does_not_fit,
+    weights_do_not_fit,
+)
 from fourfold.worker.model_runner import ModelRunner
+from fourfold.worker.pipeline_stage import PipelineStage
 from fourfold.worker.profile import Profile
+from fourfold.worker.stage_choice import choose_stage
+from fourfold.worker.stage_timing import time_parts
 
 if TYPE_CHECKING:
+    from fourfold.config.engine_config import EngineConfig
     from fourfold.distributed.group_coordinator import GroupCoordinator
     from fourfold.distributed.model_parallel import ModelParallel
     from fourfold.entries import WorkerContext
     from fourfold.models.decoder import Decoder
+    from fourfold.models.stage_partition import Stage, StageCosts
+    from fourfold.plugins import PluginRegistry
+    from fourfold.worker.request_state import RequestState
 
 
 class _Loaded(NamedTuple):
@@ -51,6 +70,8 @@ class Worker:
         self._loaded: _Loaded | None = None
         self._runner: ModelRunner | None = None
         self._profile: Profile | None = None
+        self._busy_seconds = 0.0
+        self._asynchronous = False
         self._decode_step = msgspec.msgpack.Decoder(StepMessage)
         self._encode = msgspec.msgpack.Encoder().encode
 
@@ -67,24 +88,31 @@ class Worker:
         parallel = connect(context, registry, device=device.torch_device)
         first = context.rank == context.dp_rank == 0  # one bar for all: the ranks load alike
         with closing(make_progress() if first else NoProgress()) as progress:
-            checkpoint = resolve_checkpoint(config.model, registry, progress)
+            checkpoint = resolve_checkpoint(config.model, registry, progress, device=device.torch_device)
             reading = RecordedFormat(checkpoint.format)
-            decoder = load_model(
-                context,
-                registry,
-                replace(checkpoint, format=reading),
-                device=device.torch_device,
-                dtype=device.dtype,
-                progress=progress,
-                parallel=parallel,
-            )
+            measure = partial(_measure, context, registry, checkpoint, device, parallel)
+            stage = choose_stage(config, checkpoint.description, parallel, device, measure)
+            free = device.free_bytes
+            with explained(lambda: weights_do_not_fit(checkpoint.description, config, device, free=free)):
+                decoder = load_model(
+                    context,
+                    registry,
+                    replace(checkpoint, format=reading),
+                    device=device.torch_device,
+                    dtype=device.dtype,
+                    progress=progress,
+                    parallel=parallel,
+                    stage=stage,
+                )
         _check_alike(parallel.tp, decoder.backends)
         self._loaded = _Loaded(device, decoder, parallel, checkpoint, reading)
+        self._asynchronous = device.asynchronous
         info = WorkerInfo(
             rank=context.rank,
             device=device.name,
             dtype=str(device.dtype).removeprefix("torch."),
-            available_bytes=device.cache_bytes(config.cache),
+            asynchronous=device.asynchronous,
+            available_bytes=device.cache_bytes(config.cache, self._run_largest_step),
             memory_bytes=device.memory_bytes,
             kv_cache_specs=decoder.kv_cache_specs(),
             backends={**decoder.backends, "comm": parallel.communicators},
@@ -93,32 +121,36 @@ class Worker:
 
     def initialize_cache(self, message: bytes) -> None:
         """Allocate the KV cache of an InitializeCache, and the state of requests."""
-        if self._loaded is None:
-            raise EngineError("initialize_cache came before load")
-        device, decoder, parallel = self._loaded.device, self._loaded.decoder, self._loaded.parallel
-        config, description = self._context.config, decoder.description
-        self._runner = ModelRunner(
-            decoder,
-            device,
-            cache=msgspec.msgpack.decode(message, type=InitializeCache).cache,
-            scheduler=config.scheduler,
-            max_model_len=config.model.max_model_len or description.max_model_len,
-            vocabulary_size=description.vocab_size,
-            parallel=parallel,
-        )
+        loaded, config = self._need_loaded("initialize_cache"), self._context.config
+        cache = msgspec.msgpack.decode(message, type=InitializeCache).cache
+        specs = loaded.decoder.kv_cache_specs().values()
+        nbytes, free = cache.num_blocks * sum(spec.bytes_per_block for spec in specs), loaded.device.free_bytes
+        with explained(lambda: cache_does_not_fit(config, loaded.device, nbytes=nbytes, free=free)):
+            self._runner = self._build_runner(loaded, cache)
 
     def warm_up(self) -> None:
         """Run one real prefill and decode, so that the first request finds everything in place."""
-        self._ready("warm_up").warm_up()
+        runner, loaded = self._ready("warm_up"), self._need_loaded("warm_up")
+        with explained(lambda: warm_up_does_not_fit(self._context.config, loaded.device)):
+            runner.warm_up()
 
     def settle(self) -> None:
         """Keep the collector from what lives now, in a process that is this rank's alone: it lives for good."""
         gc.collect()
         gc.freeze()
 
-    def execute_model(self, message: bytes) -> bytes:
-        """Run the step of a StepMessage; the reply is a StepOutput."""
-        return self._encode(self._ready("execute_model").execute(self._decode_step.decode(message)))
+    def execute_model(self, message: bytes) -> bytes | DeferredReply:
+        """Run the step of a StepMessage; the reply is a StepOutput, deferred where the device works by itself."""
+        runner = self._ready("execute_model")
+        started, waited = time.perf_counter(), runner.waited_seconds
+        launched = runner.launch(self._decode_step.decode(message))
+        reply = None if self._asynchronous else self._encode(launched.result())
+        self._busy_seconds += time.perf_counter() - started - (runner.waited_seconds - waited)
+        return DeferredReply(lambda: self._encode(launched.result())) if reply is None else reply
+
+    def busy_seconds(self) -> float:
+        """Seconds that this rank has spent in steps so far, without its waits for other stages; on the host's side."""
+        return self._busy_seconds
 
     def check_health(self) -> None:
         """Return when everything that was started on the device is done."""
@@ -127,13 +159,12 @@ class Worker:
 
     def save_sharded_state(self, folder: str) -> bytes:
         """Write this rank's part of the weights below ``folder``; the reply is name -> ShardedTensor, for the index."""
-        if self._loaded is None:
-            raise EngineError("save_sharded_state came before load")
-        checkpoint, rank, target = self._loaded.checkpoint, self._context.rank, Path(folder)
+        loaded = self._need_loaded("save_sharded_state")
+        checkpoint, rank, target = loaded.checkpoint, self._context.rank, Path(folder)
         if rank == 0:
             copy_side_files(checkpoint.folder, target)
         tied = {HEAD} if checkpoint.description.tied_embeddings else set()
-        regions = {name: parts for name, parts in self._loaded.reading.regions.items() if name not in tied}
+        regions = {name: parts for name, parts in loaded.reading.regions.items() if name not in tied}
         with checkpoint.format.open(checkpoint.folder) as reader:
             return self._encode(write_shard(target, rank, reader, regions))
 
@@ -159,10 +190,82 @@ class Worker:
         if loaded is not None:
             loaded.parallel.close()
 
+    def _run_largest_step(self) -> int:
+        """See ``ModelRunner.run_largest_step``; in a cache of a block, which is gone afterwards."""
+        loaded, config = self._need_loaded("run_largest_step"), self._context.config
+        groups: dict[KVCacheSpec, list[int]] = {}
+        for layer, spec in loaded.decoder.kv_cache_specs().items():
+            groups.setdefault(spec, []).append(layer)
+        cache = KVCacheConfig(
+            groups=tuple(KVCacheGroup(spec=spec, layers=tuple(layers)) for spec, layers in groups.items()), num_blocks=1
+        )
+        with explained(lambda: step_does_not_fit(config, loaded.device)):
+            runner = self._build_runner(loaded, cache)
+            try:
+                return runner.run_largest_step()
+            finally:
+                runner.close()
+
+    def _build_runner(self, loaded: _Loaded, cache: KVCacheConfig) -> ModelRunner:
+        config, description = self._context.config, loaded.decoder.description
+        return ModelRunner(
+            loaded.decoder,
+            loaded.device,
+            cache=cache,
+            scheduler=config.scheduler,
+            max_model_len=config.model.max_model_len or description.max_model_len,
+            vocabulary_size=description.vocab_size,
+            parallel=loaded.parallel,
+            join=None if loaded.parallel.pp.world_size == 1 else partial(_join, config, loaded),
+        )
+
+    def _need_loaded(self, method: str) -> _Loaded:
+        if self._loaded is None:
+            raise EngineError(f"{method} came before load")
+        return self._loaded
+
     def _ready(self, method: str) -> ModelRunner:
         if self._runner is None:
             raise EngineError(f"{method} came before initialize_cache, or after shutdown")
         return self._runner
+
+
+def _measure(
+    context: WorkerContext,
+    registry: PluginRegistry,
+    checkpoint: Checkpoint,
+    device: Device,
+    parallel: ModelParallel,
+) -> StageCosts:
+    def load(stage: Stage) -> Decoder:
+        return load_model(
+            context,
+            registry,
+            checkpoint,
+            device=device.torch_device,
+            dtype=device.dtype,
+            progress=NoProgress(),
+            parallel=parallel,
+            stage=stage,
+        )
+
+    num_requests = -(-context.config.scheduler.max_num_seqs // parallel.pp.world_size)
+    return time_parts(checkpoint.description, device, load, num_requests=num_requests, group=parallel.tp)
+
+
+def _join(config: EngineConfig, loaded: _Loaded, state: RequestState) -> PipelineStage:
+    """Connect this rank to the stages before and after it; all ranks must."""
+    device, decoder, parallel = loaded.device, loaded.decoder, loaded.parallel
+    depth = config.scheduler.max_in_flight or parallel.pp.world_size + 1
+    transport = StageTransport(
+        parallel,
+        device.torch_device,
+        hidden_size=decoder.description.hidden_size,
+        dtype=decoder.dtype,
+        max_tokens=config.scheduler.max_num_batched_tokens,
+        depth=depth,
+    )
+    return PipelineStage(decoder, transport, state, device, depth=depth)
 
 
 def _check_alike(group: GroupCoordinator, backends: dict[str, str]) -> None:

@@ -20,6 +20,33 @@ MAX_RANKS: Final = 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PipeLayout:
+    """Of the memory of one pipe: counters and bells, then a line for its message's length and a slot, ``depth`` times.
+
+    The lines at the start: messages sent, messages taken, the receiver's bell, the sender's bell.
+    """
+
+    nbytes: int
+    """Of the longest message."""
+    depth: int
+
+    @property
+    def slots(self) -> int:
+        """Offset of the first slot's length."""
+        return 4 * LINE
+
+    @property
+    def slot_bytes(self) -> int:
+        """Room for a message."""
+        return up(self.nbytes, LINE)
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.slots + self.depth * (LINE + self.slot_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ChannelLayout:
     """Offsets in bytes from the channel's start."""
 
@@ -48,7 +75,7 @@ class ChannelLayout:
     @property
     def slots(self) -> int:
         """[2][world_size][slot_bytes]."""
-        return _up(self.ring_counters(self.world_size, 0), PAGE)
+        return up(self.ring_counters(self.world_size, 0), PAGE)
 
     def ring(self, source: int, destination: int) -> int:
         """[ring_bytes] of one direction."""
@@ -58,8 +85,9 @@ class ChannelLayout:
     @property
     def nbytes(self) -> int:
         """All of it."""
-        return _up(self.ring(self.world_size, 0), PAGE)
+        return up(self.ring(self.world_size, 0), PAGE)
 
 
-def _up(value: int, unit: int) -> int:
+def up(value: int, unit: int) -> int:
+    """``value``, or the next multiple of ``unit``."""
     return -(-value // unit) * unit

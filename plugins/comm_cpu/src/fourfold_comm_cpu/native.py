@@ -29,6 +29,8 @@ _FUNCTIONS: Final[Mapping[str, tuple[type, ...]]] = {
     "ff_barrier": (_POINTER,),
     "ff_push": (_POINTER, _POINTER, _NUMBER, _POINTER, _NUMBER, _POINTER),
     "ff_pull": (_POINTER, _POINTER, _NUMBER, _POINTER, _NUMBER, _POINTER),
+    "ff_pipe_send": (_POINTER, _POINTER, _POINTER, _NUMBER),
+    "ff_pipe_receive": (_POINTER, _POINTER, _POINTER, _NUMBER),
     "ff_wait_for_change": (_POINTER, _POINTER, _NUMBER, _POINTER, _NUMBER, _NUMBER),
 }
 

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from fourfold.contracts.host_recording import refuse_recording
 from fourfold.distributed.store import exchange
-from fourfold.errors import EngineError, Unsupported
+from fourfold.errors import EngineError, RpcTimeout, Unsupported
 from fourfold_comm_cpu.channel import Channel, Membership
-from fourfold_comm_cpu.layout import MAX_RANKS, ChannelLayout
+from fourfold_comm_cpu.layout import MAX_RANKS, ChannelLayout, PipeLayout
 from fourfold_comm_cpu.mailbox import Mailbox
 from fourfold_comm_cpu.native import load
 from fourfold_comm_cpu.native_channel import SUMMABLE, NativeChannel
+from fourfold_comm_cpu.native_pump import NativePump
+from fourfold_comm_cpu.pipe import Pump, SharedReceiver, SharedSender
 from fourfold_comm_cpu.segment import HEADER_BYTES, map_shared
 from fourfold_comm_cpu.torch_channel import TorchChannel
+from fourfold_comm_cpu.torch_pump import TorchPump
 
 if TYPE_CHECKING:
     from fourfold.contracts.communicator import Handle, PeerMemory
@@ -66,11 +72,13 @@ class ShmCommunicator:
             crowded=self.world_size > len(os.sched_getaffinity(0)),
         )
         memory = _as_tensor(map_shared(context, "shared memory", CHANNELS * layout.nbytes))
+        self._native = native
         make = NativeChannel if native else TorchChannel
         pieces = [memory[at : at + layout.nbytes] for at in range(0, CHANNELS * layout.nbytes, layout.nbytes)]
         self._channels: list[Channel] = [make(piece, layout, self._member) for piece in pieces]
         self._mailboxes = [Mailbox(channel, self._member) for channel in self._channels]
         self._peer_memories = 0
+        self._pipes: Counter[tuple[int, int]] = Counter()
 
     def all_reduce(self, tensor: torch.Tensor, *, channel: int = 0) -> torch.Tensor:
         """In place where ``tensor`` is contiguous; may be recorded."""
@@ -158,6 +166,16 @@ class ShmCommunicator:
         self._open_channel(channel)
         return self._mailboxes[channel].start("from", self._peer(source), tensor)
 
+    def sender(self, destination: int, *, nbytes: int, depth: int) -> SharedSender:
+        """See Communicator; costs two copies a message, and memory for what has been sent at a time."""
+        pump = self._pump(self.rank, destination, PipeLayout(nbytes=nbytes, depth=depth))
+        return SharedSender(pump, nbytes, partial(self._late, "sending to", destination))
+
+    def receiver(self, source: int, *, nbytes: int, depth: int) -> SharedReceiver:
+        """See Communicator."""
+        pump = self._pump(source, self.rank, PipeLayout(nbytes=nbytes, depth=depth))
+        return SharedReceiver(pump, partial(self._late, "receiving from", source))
+
     def barrier(self) -> None:
         """See Communicator."""
         refuse_recording("barrier")
@@ -207,6 +225,23 @@ class ShmCommunicator:
         if len(sizes) != self.world_size or sizes[self.rank] != tensor.shape[0]:
             raise EngineError(f"all_gather has {tensor.shape[0]} rows on rank {self.rank}, and sizes are {list(sizes)}")
         return list(sizes)
+
+    def _pump(self, source: int, destination: int, layout: PipeLayout) -> Pump:
+        """Moves what goes from ``source`` to ``destination``, one of which is this rank."""
+        self._open_channel(0)
+        places = tuple(sorted((self.rank, self._peer(destination if source == self.rank else source))))
+        number = self._pipes[source, destination]
+        self._pipes[source, destination] += 1
+        # The two make the memory by themselves: the rest of the group has no part in it.
+        pair = replace(
+            self._context, ranks=tuple(self._member.ranks[place] for place in places), rank=places.index(self.rank)
+        )
+        memory = map_shared(pair, f"pipe {number} from {source} to {destination}", layout.total_bytes)
+        make = NativePump if self._native else TorchPump
+        return make(_as_tensor(memory), layout, self._member.timeout)
+
+    def _late(self, verb: str, peer: int) -> RpcTimeout:
+        return self._member.missing(f"{verb} rank {self._member.ranks[peer]}", [peer])
 
     def _peer(self, rank: int) -> int:
         if not 0 <= rank < self.world_size or rank == self.rank:

@@ -22,8 +22,8 @@ def fourfold_communicators() -> list[CommunicatorEntry]:
         CommunicatorEntry(
             name="nccl",
             build=_build,
-            summary="NCCL, for ranks on CUDA devices",
-            capabilities=frozenset({"cuda", "graph_safe"}),
+            summary="NCCL, for ranks on CUDA devices; sums of our own over NVLink where they are faster",
+            capabilities=frozenset({"cuda", "graph_safe", "peer_memory"}),
             suits=_suits,
         )
     ]

@@ -200,6 +200,8 @@ class Channels:
 
     def _read(self, way: _Way) -> bool:
         """Take what one read brings; whether there may be more."""
+        if not way.open:  # its end was read since ``select`` told of it
+            return False
         try:
             frames = way.reader.read()
         except BlockingIOError:

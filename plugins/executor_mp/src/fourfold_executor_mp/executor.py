@@ -65,8 +65,8 @@ class MpExecutor(ExecutorShell):
 
     @property
     def max_in_flight(self) -> int:
-        """A step for every stage of the pipeline."""
-        return self._layout.pp
+        """A step for every stage of the pipeline, and one that waits for them."""
+        return self._layout.pp + 1
 
     def processes(self) -> list[dict[str, Any]]:
         """One row a rank that runs."""
@@ -94,6 +94,11 @@ class MpExecutor(ExecutorShell):
             self._down.set()
 
     def _call(self, call: RpcCall) -> Any:
+        if self._channels.on_thread:
+            raise EngineError(
+                f"{call.name!r} was called by a future's callback or fold, and no reply comes before that returns; "
+                "call it with non_block, or on another thread"
+            )
         # Shaped here, since a large reply takes long to read and the listening thread has others to serve.
         return call.result(self._send(call, _as_they_came).wait())
 

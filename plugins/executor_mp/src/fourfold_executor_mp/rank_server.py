@@ -1,27 +1,36 @@
-"""Runs an executor's calls on one rank, in their order, on one thread. Knows the worker by its methods' names only."""
+"""Runs an executor's calls on one rank, in their order, on one thread. Knows the worker by its methods' names only.
+
+Replies that the worker defers are waited for on a second thread, so that the next call can begin.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from fourfold.config.transport import decode_config
+from fourfold.contracts.deferred_reply import DeferredReply
 from fourfold.entries import WorkerContext
 from fourfold.errors import EngineError
 from fourfold.manifest import fingerprint
 from fourfold.plugins import load_plugins
-from fourfold.rpc_call import report_error, run_call
+from fourfold.rpc_call import report_error, start_call
 from fourfold.serialization import decode
 from fourfold_executor_mp.frames import Frame, FrameReader, Kind, send_frame
 from fourfold_executor_mp.start_message import CONSTRUCTION, DISCOVERY, StartMessage
 
 logger = logging.getLogger(__name__)
+
+_CLOSE_SECONDS: Final = 1.0
+"""For steps that are still on a device when the rank ends; the executor's patience is 2 s."""
 
 
 class RankServer:
@@ -38,6 +47,8 @@ class RankServer:
         self._start: StartMessage | None = None
         self._worker: Any = None
         self._stopping = False
+        self._sending = threading.Lock()
+        self._deferred: DeferredReplies | None = None
 
     def run(self) -> None:
         """Serve until ``stop`` or until the executor closes the stream; then let the worker go."""
@@ -45,6 +56,8 @@ class RankServer:
             for frame in self._calls():
                 self._serve(frame)
         finally:
+            if self._deferred is not None:
+                self._deferred.close()
             self._end_worker()
 
     def stop(self) -> None:
@@ -67,6 +80,7 @@ class RankServer:
 
     def _serve(self, frame: Frame) -> None:
         number = frame.number
+        answer: Frame | None
         try:
             if number == 0:
                 answer = Frame(Kind.REPLY, number, self._discover(frame.payload))
@@ -77,7 +91,11 @@ class RankServer:
                 answer = self._run(frame)
         except Exception as error:
             answer = Frame(Kind.ERROR, number, report_error(error, self._phase(frame)))
-        with contextlib.suppress(ConnectionError):  # an executor that has gone ends this process in its own way
+        if answer is not None:
+            self._send(answer)
+
+    def _send(self, answer: Frame) -> None:
+        with self._sending, contextlib.suppress(ConnectionError):  # an executor that has gone ends this process itself
             send_frame(self._stream, answer)
 
     def _discover(self, payload: bytes | bytearray) -> bytes:
@@ -113,9 +131,23 @@ class RankServer:
             raise EngineError(f"{CONSTRUCTION} came before {DISCOVERY}")
         return self._start
 
-    def _run(self, frame: Frame) -> Frame:
-        reply = run_call(self._worker, frame.payload, rank=self._rank)
-        return Frame(Kind.DONE, frame.number, b"") if reply is None else Frame(Kind.REPLY, frame.number, reply)
+    def _run(self, frame: Frame) -> Frame | None:
+        """The answer to a call; None when it is sent later."""
+        reply = start_call(self._worker, frame.payload, rank=self._rank)
+        if not isinstance(reply, DeferredReply):
+            return _answer(frame.number, reply)
+        if self._deferred is None:
+            self._deferred = DeferredReplies(self._send)
+        phase = self._phase(frame)
+
+        def finish() -> Frame:
+            try:
+                return _answer(frame.number, reply.take())
+            except Exception as error:
+                return Frame(Kind.ERROR, frame.number, report_error(error, phase))
+
+        self._deferred.put(finish)
+        return None
 
     def _phase(self, frame: Frame) -> str:
         if frame.number < 2:
@@ -131,3 +163,30 @@ class RankServer:
             end()
         except Exception:  # a worker that ends badly must not keep the rank from ending
             logger.exception("the worker failed in shutdown")
+
+
+class DeferredReplies:
+    """Makes answers on a thread of its own, in order, and sends them."""
+
+    def __init__(self, send: Callable[[Frame], None]) -> None:
+        self._send = send
+        self._waiting: queue.SimpleQueue[Callable[[], Frame] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="deferred-replies", daemon=True)
+        self._thread.start()
+
+    def put(self, make: Callable[[], Frame]) -> None:
+        """Send what ``make`` returns, after those before it."""
+        self._waiting.put(make)
+
+    def close(self) -> None:
+        """Send what is waiting, and end; after a deadline without."""
+        self._waiting.put(None)
+        self._thread.join(_CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        while (make := self._waiting.get()) is not None:
+            self._send(make())
+
+
+def _answer(number: int, reply: bytes | None) -> Frame:
+    return Frame(Kind.DONE, number, b"") if reply is None else Frame(Kind.REPLY, number, reply)

@@ -1,8 +1,9 @@
-"""What this plugin offers: an executor and a communicator that fail as they are told, and a point in the engine."""
+"""What this plugin offers: an executor and a communicator that fail as told, odd transports, a point in the engine."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fourfold.entries import CommunicatorContext, CommunicatorEntry, ExecutorContext, ExecutorEntry, Suitability
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from fourfold.messages import EngineStats
 
 FOURFOLD_CONTRACT = ">=1.0,<2"
+TRANSPORTS = ("delayed", "slow", "unbuffered")
 _engine = Points("engine")
 
 
@@ -37,7 +39,16 @@ def fourfold_communicators() -> list[CommunicatorEntry]:
             build=_build_communicator,
             summary="shm, which fails as it is told",
             suits=_suits,
-        )
+        ),
+        *(
+            CommunicatorEntry(
+                name=name,
+                build=partial(_build_transport, name),
+                summary=f"shm, whose pipes are {name}",
+                suits=lambda config: Suitability(score=1, reason="odd on purpose"),
+            )
+            for name in TRANSPORTS
+        ),
     ]
 
 
@@ -57,6 +68,12 @@ def _build_communicator(context: CommunicatorContext) -> Any:
     from fourfold_faults.communicator import FaultyCommunicator
 
     return FaultyCommunicator(context)
+
+
+def _build_transport(name: str, context: CommunicatorContext) -> Any:
+    from fourfold_faults.transports import KINDS
+
+    return KINDS[name](context)
 
 
 def _suits(config: EngineConfig) -> Suitability:

@@ -1,0 +1,53 @@
+"""The kernel that writes the keys and values of a step into the paged cache."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fourfold_kernels_triton.kernels.heads import fetch_heads, turn_heads
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
+def write_cache(
+    qkv_ptr,
+    cache_ptr,
+    slots_ptr,
+    positions_ptr,
+    cos_sin_ptr,
+    weight_ptr,
+    qkv_stride,
+    num_tokens,
+    epsilon,
+    weight_offset,
+    NORM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Keys normalised and rotated, values as they are; grid: blocks of TOKENS tokens, kv heads."""
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    kv_head = tl.program_id(1)
+    present = tokens < num_tokens
+    slots = tl.load(slots_ptr + tokens, mask=present, other=-1)
+    positions = tl.load(positions_ptr + tokens, mask=present, other=0)
+    written = slots >= 0
+    starts = tokens.to(tl.int64) * qkv_stride + (NUM_HEADS + kv_head) * HEAD_DIM
+    own, other, weight, other_weight, cos, sin = fetch_heads(
+        qkv_ptr, starts, written, weight_ptr, cos_sin_ptr, positions, NORM, ROTARY, HEAD_DIM, PADDED_DIM
+    )
+    dims = tl.arange(0, PADDED_DIM)
+    mask = written[:, None] & (dims < HEAD_DIM)[None, :]
+    values = tl.load(qkv_ptr + (starts + NUM_KV_HEADS * HEAD_DIM)[:, None] + dims[None, :], mask=mask, other=0.0)
+    keys = turn_heads(
+        own, other, weight, other_weight, cos, sin, epsilon, weight_offset, NORM, ROTARY, HEAD_DIM, PADDED_DIM
+    )
+    block = slots // BLOCK_SIZE
+    rows = ((block * NUM_KV_HEADS + kv_head) * (2 * BLOCK_SIZE) + slots % BLOCK_SIZE) * HEAD_DIM
+    at = cache_ptr + rows[:, None] + dims[None, :]
+    tl.store(at, keys.to(cache_ptr.dtype.element_ty), mask=mask)
+    tl.store(at + BLOCK_SIZE * HEAD_DIM, values.to(cache_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,225 @@
+"""The kernel of prompts and their chunks: several new tokens a sequence, which its paged context holds already."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fourfold_kernels_triton.kernels.heads import fetch_heads, turn_heads
+from fourfold_kernels_triton.kernels.scores import cached_rows, scaled
+
+
+@triton.jit
+def find_sequence(query_start_ptr, block, num_sequences, TOKENS: tl.constexpr):
+    """The sequence of a block of TOKENS query tokens: the last s with query_start[s] // TOKENS + s <= block.
+
+    So sequence s has room for ceil(length / TOKENS) blocks, and the blocks of all are found without a table.
+    """
+    low = 0
+    high = num_sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_start_ptr + middle) // TOKENS + middle <= block:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def attend_tile(
+    query,
+    top,
+    weight,
+    acc,
+    cache_ptr,
+    table_ptr,
+    start,
+    length,
+    reach,
+    kv_head,
+    scale,
+    soft_cap,
+    MASKED: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile of keys into the running softmax; ``reach`` is each row's own position. Unmasked: all rows see all."""
+    dims = tl.arange(0, PADDED_DIM)
+    held = dims < HEAD_DIM
+    tokens = start + tl.arange(0, TILE)
+    present = tokens < length
+    at = cached_rows(table_ptr, tokens, present, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    keys_at = cache_ptr + at[None, :] + dims[:, None]
+    values_at = cache_ptr + at[:, None] + BLOCK_SIZE * HEAD_DIM + dims[None, :]
+    if MASKED or HEAD_DIM != PADDED_DIM:
+        keys = tl.load(keys_at, mask=present[None, :] & held[:, None], other=0.0)
+    else:
+        keys = tl.load(keys_at)
+    products = tl.dot(query, keys.to(query.dtype), input_precision=PRECISION)
+    scores = scaled(products, scale, soft_cap, SOFT_CAP)
+    if MASKED:
+        visible = tokens[None, :] <= reach[:, None]
+        if WINDOW > 0:
+            visible = visible & (tokens[None, :] > reach[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
+    highest = tl.maximum(top, tl.max(scores, axis=1))
+    # A row that has seen nothing yet has no largest score; -inf - -inf would be NaN.
+    shift = tl.where(highest == float("-inf"), 0.0, highest) if MASKED else highest
+    chances = tl.exp2(scores - shift[:, None])
+    kept = tl.exp2(top - shift)
+    if MASKED or HEAD_DIM != PADDED_DIM:
+        values = tl.load(values_at, mask=present[:, None] & held[None, :], other=0.0).to(query.dtype)
+    else:
+        values = tl.load(values_at).to(query.dtype)
+    acc = tl.dot(chances.to(query.dtype), values, acc * kept[:, None], input_precision=PRECISION)
+    return highest, weight * kept + tl.sum(chances, axis=1), acc
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "num_sequences"],
+    # Integers that are read one by one: where their tensors start must not make another kernel.
+    do_not_specialize_on_alignment=["query_start_ptr", "lengths_ptr", "table_ptr", "positions_ptr", "first_head_ptr"],
+)
+def attend_prompts(
+    qkv_ptr,
+    out_ptr,
+    cache_ptr,
+    query_start_ptr,
+    lengths_ptr,
+    table_ptr,
+    positions_ptr,
+    cos_sin_ptr,
+    first_head_ptr,
+    query_weight_ptr,
+    qkv_stride,
+    table_stride,
+    num_sequences,
+    scale,
+    soft_cap,
+    epsilon,
+    weight_offset,
+    NORM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid: T // TOKENS + S blocks of queries, kv heads. Sequences of one new token are left alone.
+
+    A row of the tile is a token and a query head: TOKENS tokens, GROUP heads of one kv head each.
+    """
+    ROWS: tl.constexpr = TOKENS * GROUP
+    # Late blocks see the longest context: they start first, so that none is left alone at the end.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    sequence = find_sequence(query_start_ptr, block, num_sequences, TOKENS)
+    first_token = tl.load(query_start_ptr + sequence)
+    count = tl.load(query_start_ptr + sequence + 1) - first_token
+    first_query = (block - first_token // TOKENS - sequence) * TOKENS
+    if first_query >= count or count == 1:
+        return
+    length = tl.load(lengths_ptr + sequence)
+    computed = length - count
+    first_head = tl.load(first_head_ptr + kv_head)
+    group_size = tl.load(first_head_ptr + kv_head + 1) - first_head
+    rows = tl.arange(0, ROWS)
+    queries = first_query + rows // GROUP
+    present = (queries < count) & (rows % GROUP < group_size)
+    tokens = first_token + queries
+    positions = tl.load(positions_ptr + tokens, mask=present, other=0)
+    heads = first_head + rows % GROUP
+    own, other, turned_weight, other_weight, cos, sin = fetch_heads(
+        qkv_ptr,
+        tokens.to(tl.int64) * qkv_stride + heads * HEAD_DIM,
+        present,
+        query_weight_ptr,
+        cos_sin_ptr,
+        positions,
+        NORM,
+        ROTARY,
+        HEAD_DIM,
+        PADDED_DIM,
+    )
+    query = turn_heads(
+        own, other, turned_weight, other_weight, cos, sin, epsilon, weight_offset, NORM, ROTARY, HEAD_DIM, PADDED_DIM
+    ).to(qkv_ptr.dtype.element_ty)
+    reach = computed + queries
+    stop = tl.minimum(computed + first_query + TOKENS, length)
+    low = tl.maximum(computed + first_query - WINDOW + 1, 0) // TILE * TILE if WINDOW > 0 else 0
+    sequence_table = table_ptr + sequence.to(tl.int64) * table_stride
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    weight = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, PADDED_DIM), tl.float32)
+    if WINDOW == 0:
+        # Tiles that lie before the block's first query are seen whole by every row.
+        whole = (computed + first_query) // TILE * TILE
+        for start in range(low, whole, TILE):
+            top, weight, acc = attend_tile(
+                query,
+                top,
+                weight,
+                acc,
+                cache_ptr,
+                sequence_table,
+                start,
+                length,
+                reach,
+                kv_head,
+                scale,
+                soft_cap,
+                False,
+                SOFT_CAP,
+                WINDOW,
+                NUM_KV_HEADS,
+                HEAD_DIM,
+                PADDED_DIM,
+                BLOCK_SIZE,
+                TILE,
+                PRECISION,
+            )
+        low = whole
+    for start in range(low, stop, TILE):
+        top, weight, acc = attend_tile(
+            query,
+            top,
+            weight,
+            acc,
+            cache_ptr,
+            sequence_table,
+            start,
+            length,
+            reach,
+            kv_head,
+            scale,
+            soft_cap,
+            True,
+            SOFT_CAP,
+            WINDOW,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            PADDED_DIM,
+            BLOCK_SIZE,
+            TILE,
+            PRECISION,
+        )
+    dims = tl.arange(0, PADDED_DIM)
+    out_at = out_ptr + (tokens.to(tl.int64) * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
+    mask = present[:, None] & (dims < HEAD_DIM)[None, :]
+    # Rows that are not there have seen nothing.
+    out = acc / tl.where(weight > 0, weight, 1.0)[:, None]
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=mask)

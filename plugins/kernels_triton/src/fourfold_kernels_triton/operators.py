@@ -1,0 +1,234 @@
+"""The operators ``triton``: norms, activations, and sampling without a wait for the device. See the contract."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from fourfold.errors import Unsupported
+from fourfold_kernels_triton.compile_ahead import Compilation
+from fourfold_kernels_triton.counters import Counters
+from fourfold_kernels_triton.kernels.activations import gated_rows, soft_cap_rows
+from fourfold_kernels_triton.kernels.norms import add_rms_norm_rows, head_rms_norm_rows, rms_norm_rows
+from fourfold_kernels_triton.kernels.sampling import argmax_rows, gumbel_argmax_rows, log_normalizer_rows
+from fourfold_kernels_triton.launch import launch, starts_early
+
+if TYPE_CHECKING:
+    from fourfold.entries import ComputeContext
+
+ACTIVATIONS: Final = ("silu", "gelu", "gelu_tanh")
+_COLUMNS: Final = 1024
+"""Entries of an elementwise program."""
+_VOCABULARY_COLUMNS: Final = 2048
+"""Entries of the vocabulary that one program reduces; a row of 151,936 keeps 75 of 132 multiprocessors busy."""
+_FEWEST_BLOCKS: Final = 128
+"""So that one kernel does for all vocabularies of up to 262,144."""
+_HEAD_ENTRIES: Final = 2048
+"""Entries of a program that normalises heads."""
+
+
+class TritonOperators:
+    """Norms, activations and vocabulary-wide reductions."""
+
+    def __init__(self, context: ComputeContext) -> None:
+        self.dtype = context.dtype
+        self._device = context.device
+        self._early = starts_early(context.device)
+        self._launch: Callable[..., None] = launch
+        self._counters = Counters(context.device)
+        self._factors: dict[tuple[float, torch.dtype], float] = {}
+        self._compilation = self._compile()
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, *, weight_offset: float = 0.0
+    ) -> torch.Tensor:
+        """See the contract."""
+        width = x.shape[-1]
+        rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, width)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        launch(
+            rms_norm_rows,
+            (rows.shape[0],),
+            rows,
+            weight,
+            out,
+            rows.stride(0),
+            epsilon,
+            weight_offset,
+            WIDTH=width,
+            BLOCK=_power_of_two(width),
+            EARLY=self._early,
+            num_warps=_warps(width),
+        )
+        return out
+
+    def add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        epsilon: float,
+        *,
+        weight_offset: float = 0.0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See the contract; both results take the places of the inputs."""
+        width = x.shape[1]
+        launch(
+            add_rms_norm_rows,
+            (x.shape[0],),
+            x,
+            residual,
+            weight,
+            x.stride(0),
+            residual.stride(0),
+            epsilon,
+            weight_offset,
+            WIDTH=width,
+            BLOCK=_power_of_two(width),
+            EARLY=self._early,
+            num_warps=_warps(width),
+        )
+        return x, residual
+
+    def head_rms_norm(
+        self,
+        qkv: torch.Tensor,
+        weight: torch.Tensor,
+        epsilon: float,
+        *,
+        first_head: int,
+        num_heads: int,
+        head_dim: int,
+        weight_offset: float = 0.0,
+    ) -> None:
+        """See the contract."""
+        block = _power_of_two(head_dim)
+        heads = max(1, min(_power_of_two(num_heads), _HEAD_ENTRIES // block))
+        launch(
+            head_rms_norm_rows,
+            (qkv.shape[0], -(-num_heads // heads)),
+            qkv,
+            weight,
+            qkv.stride(0),
+            epsilon,
+            weight_offset,
+            FIRST_HEAD=first_head,
+            NUM_HEADS=num_heads,
+            HEADS=heads,
+            HEAD_DIM=head_dim,
+            BLOCK=block,
+        )
+
+    def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        """See the contract."""
+        if activation not in ACTIVATIONS:
+            raise Unsupported(f"no activation {activation!r}; there are silu, gelu and gelu_tanh")
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
+        launch(
+            gated_rows,
+            (rows, -(-width // _COLUMNS)),
+            gate_up,
+            out,
+            gate_up.stride(0),
+            WIDTH=width,
+            ACTIVATION=activation,
+            BLOCK=_COLUMNS,
+            EARLY=self._early,
+        )
+        return out
+
+    def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        """See the contract."""
+        # The factor is rounded to the dtype first, as a checkpoint's own scale is; on the host, once.
+        key = (factor, x.dtype)
+        if key not in self._factors:
+            self._factors[key] = torch.tensor(factor, dtype=x.dtype).item()
+        return x * self._factors[key]
+
+    def soft_cap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
+        """See the contract; in place."""
+        rows, width = logits.shape
+        grid = (rows, -(-width // _COLUMNS))
+        launch(soft_cap_rows, grid, logits, logits.stride(0), width, cap, BLOCK=_COLUMNS)
+        return logits
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """See the contract."""
+        out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+        self._reduce(argmax_rows, logits, (), torch.int32, out)
+        return out
+
+    def gumbel_argmax(
+        self, logits: torch.Tensor, inverse_temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """See the contract."""
+        out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+        inputs = (inverse_temperature, seeds, positions)
+        self._reduce(gumbel_argmax_rows, logits, inputs, torch.int32, out, enable_fp_fusion=False)
+        return out
+
+    def log_normalizer(self, logits: torch.Tensor) -> torch.Tensor:
+        """See the contract."""
+        out = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+        self._reduce(log_normalizer_rows, logits, (), torch.float32, out)
+        return out
+
+    def _compile(self) -> Compilation | None:
+        """Start compiling the draw, whose kernel takes longest; the others depend on the model's widths."""
+        if self._device.type != "cuda":
+            return None
+        compilation = Compilation(self._device)
+        twin = copy.copy(self)
+        twin._launch, twin._compilation = compilation, None
+        numbers = torch.empty(2, dtype=torch.int64, device="meta")
+        logits = torch.empty(2, 16 * _VOCABULARY_COLUMNS, device="meta")
+        twin.gumbel_argmax(logits, torch.empty(2, device="meta"), numbers, numbers)
+        return compilation
+
+    def _reduce(
+        self,
+        kernel: Any,
+        logits: torch.Tensor,
+        inputs: tuple[torch.Tensor, ...],
+        second: torch.dtype,
+        out: torch.Tensor,
+        **options: Any,
+    ) -> None:
+        """Run a kernel whose blocks leave a float and a ``second`` each, of which their row's last makes ``out``."""
+        if self._compilation is not None:
+            self._compilation.wait()
+            self._compilation = None
+        rows, width = logits.shape
+        blocks = -(-width // _VOCABULARY_COLUMNS)
+        found = torch.empty(rows * blocks, dtype=torch.float32, device=logits.device)
+        beside = torch.empty(rows * blocks, dtype=second, device=logits.device)
+        self._launch(
+            kernel,
+            (blocks, rows),
+            logits,
+            *inputs,
+            found,
+            beside,
+            self._counters.at_least(rows),
+            out,
+            logits.stride(0),
+            width,
+            BLOCK=_VOCABULARY_COLUMNS,
+            BLOCKS=max(_power_of_two(blocks), _FEWEST_BLOCKS),
+            EARLY=self._early,
+            **options,
+        )
+
+
+def _power_of_two(number: int) -> int:
+    """The next one."""
+    return 1 << (number - 1).bit_length()
+
+
+def _warps(width: int) -> int:
+    """For a row in one program: 8 to 16 entries a thread."""
+    return min(max(_power_of_two(width) // 512, 1), 16)
