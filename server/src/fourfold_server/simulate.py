@@ -145,19 +145,15 @@ def _cells(one: Figures) -> list[str]:
 
 def _draw(outcomes: dict[str, Outcome], path: Path) -> None:
     """Two charts: how many requests have waited how long, and how uneven the engines were over time."""
-    import numpy as np
-
+    from fourfold.simulation.figures import imbalance_curve, ttft_curve
     from fourfold_server.line_chart import LineChart, Panel, Series
 
-    shares = np.linspace(0, 1, 400)
     waits, unevenness = [], []
     for name, outcome in outcomes.items():
-        ttft = np.quantile(outcome.first - outcome.workload.arrival, shares)
-        waits.append(Series(name=name, x=ttft.tolist(), y=(100 * shares).tolist()))
-        ratio = outcome.most_tokens / np.maximum(outcome.mean_tokens, 1)
-        parts = [part.mean() for part in np.array_split(ratio, min(200, len(ratio)))]
-        times = np.linspace(0, float(outcome.finished.max()), len(parts))
-        unevenness.append(Series(name=name, x=times.tolist(), y=[float(part) for part in parts]))
+        seconds, shares = ttft_curve(outcome)
+        waits.append(Series(name=name, x=seconds, y=[100 * share for share in shares]))
+        times, ratios = imbalance_curve(outcome)
+        unevenness.append(Series(name=name, x=times, y=ratios))
     chart = LineChart(
         panels=(
             Panel(title="Requests with their first token", x_label="seconds", y_label="%", x_log=True, series=waits),

@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 
 from fourfold.simulation.cluster import Outcome
 
+CURVE_POINTS = 200
+"""Of a line to draw."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
@@ -48,6 +51,20 @@ class Figures:
             imbalance=most / mean if mean else 1.0,
             busy=float(outcome.busy_seconds.mean() / outcome.finished.max()),
         )
+
+
+def ttft_curve(outcome: Outcome) -> tuple[list[float], list[float]]:
+    """Seconds, and the share of the requests that had their first token within them."""
+    shares = np.linspace(0, 1, CURVE_POINTS)
+    return np.quantile(outcome.first - outcome.workload.arrival, shares).tolist(), shares.tolist()
+
+
+def imbalance_curve(outcome: Outcome) -> tuple[list[float], list[float]]:
+    """Seconds of the simulation, and the tokens to do on the busiest engine over the average one's about then."""
+    ratios = outcome.most_tokens / np.maximum(outcome.mean_tokens, 1.0)
+    parts = np.array_split(ratios, max(1, min(CURVE_POINTS, len(ratios))))
+    times = np.linspace(0, float(outcome.finished.max()), len(parts))
+    return times.tolist(), [float(part.mean()) for part in parts if len(part)]
 
 
 def _kept(conversation: NDArray[np.int64], engine: NDArray[np.int64]) -> float | None:

@@ -8,6 +8,7 @@ import threading
 import timeit
 import tracemalloc
 from collections import Counter
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -149,7 +150,7 @@ class LoadBalancerConformance(Conformance):
         for engine, marks in enumerate(prompts):
             table.report(engine, random_stats(generator))
             told = np.concatenate([random_marks(generator, MAX_MARKS - len(marks)), marks])
-            seconds = min(timeit.repeat(lambda e=engine, m=told: balancer.learn_prefixes(e, m), number=1, repeat=2))
+            seconds = min(timeit.repeat(partial(balancer.learn_prefixes, engine, told), number=1, repeat=2))
             assert seconds < LEARNING_SECONDS
         requests = [request(marks=marks) for marks in prompts] + [request(marks=random_marks(generator, 62))]
 
