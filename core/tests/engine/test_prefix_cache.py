@@ -140,3 +140,13 @@ def test_a_description_is_bounded_and_of_the_last() -> None:
     assert len(marks) <= 4 * MAX_MARKS <= 4096
     assert all(cache.depth([number] * 100) == 4 for number in range(2500 - MAX_ENDS, 2500, 50))
     assert cache.depth([0] * 100) == 0
+
+
+def test_a_turn_takes_the_place_of_the_one_before() -> None:
+    """However many turns two conversations have, where a third one ended is not forgotten."""
+    cache, third = Sketched(1000), [7] * 100
+    cache.run(third, 5)
+    for tokens in ([1] * 2000, [2] * 2000):
+        for num_blocks in range(1, MAX_ENDS // 2 + 20):
+            cache.run(tokens, num_blocks, hit=num_blocks - 1)
+    assert cache.depth(third) == 5
