@@ -281,7 +281,7 @@ class Scheduler:
             self.finish(request)
             return failure(request.request_id, output.errors[entry.slot])
         confirmed = entry.num_computed + entry.num_tokens
-        self.stats.num_queued_tokens -= confirmed - request.num_confirmed
+        request.share.num_tokens -= confirmed - request.num_confirmed
         request.num_confirmed = confirmed
         self._cache.confirm(request)
         if output.prompt_logprobs and request.wants_prompt_logprobs:
