@@ -75,7 +75,7 @@ def test_two_processes_and_nothing_beside_them(start: Start) -> None:
         topology = client.get("/topology").json()
     shown = {(process["role"], process["label"], process["pid"]) for process in topology["processes"]}
     assert shown == {("api_server", "", server.process.pid), ("engine_core", "DP0", engine.pid)}
-    assert topology["replicas"] == [{"label": "DP0", "state": "running"}]
+    assert topology["replicas"] == [{"rank": 0, "label": "DP0", "state": "running", "incarnation": 1}]
 
 
 def test_the_api_process_has_no_torch(start: Start) -> None:
