@@ -27,7 +27,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_replicas_answer_like_one_engine_and_go_on_when_one_dies(tiny_model: Path, tmp_path: Path) -> None:
-    params = SamplingParams(max_tokens=300, ignore_eos=True, temperature=0.8, seed=5)
+    params = SamplingParams(max_tokens=120, ignore_eos=True, temperature=0.8, seed=5)
     handler, threads = signal.getsignal(signal.SIGINT), threading.active_count()
     with LLM(str(tiny_model), **OPTIONS) as llm:
         expected = [result.outputs[0].token_ids for result in llm.generate(PROMPTS, params)]
@@ -41,7 +41,7 @@ def test_replicas_answer_like_one_engine_and_go_on_when_one_dies(tiny_model: Pat
             llm.generate([[10**6]], params)
         with pytest.raises(Unsupported, match="several replicas"):
             llm.save_sharded_state(tmp_path / "shards")
-        threading.Timer(0.5, os.kill, (engines[0].pid, signal.SIGKILL)).start()
+        threading.Timer(0.2, os.kill, (engines[0].pid, signal.SIGKILL)).start()
         assert [result.outputs[0].token_ids for result in llm.generate(PROMPTS, params)] == expected
         wait_until(lambda: not engines[0].is_running(), 10, "the end of DP0")
         engines[1].kill()

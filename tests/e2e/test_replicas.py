@@ -72,25 +72,16 @@ def test_five_processes_share_one_port(start: Start) -> None:
     # Each connection goes to the next API server, and requests of both reach both replicas.
     bodies = [completion(20, prompt=PROMPTS[number % 4], seed=number) for number in range(16)]
     complete_all(server, bodies)
-    with server.client() as client:
-        wait_until(lambda: server.metric("fourfold_num_requests_running") == 0, 5, "all replicas idle")
-        text = client.get("/metrics").text
-    per_engine = [
-        float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith("fourfold_generation_tokens_to")
-    ]
-    assert sum(per_engine) == 16 * 20
-    assert min(per_engine) > 0
+    tokens = "fourfold_generation_tokens_total"
+    wait_until(lambda: server.metric(tokens) == 16 * 20, 5, "all tokens counted")
+    assert all(server.metric_of(tokens, engine=str(rank)) > 0 for rank in range(2))
     assert server.metric("fourfold_requests_total") == 16
     assert server.metric("fourfold_request_generation_tokens_sum") == 16 * 20
-    for file in (server.root / "metrics").glob("counter_*.db"):
-        assert file.stat().st_size
 
     # A replica can be asked for, if it exists.
-    before = server.metric_of("fourfold_generation_tokens_total", engine="1")
+    before = server.metric_of(tokens, engine="1")
     complete_all(server, [completion(5)] * 4, **{"x-data-parallel-rank": "1"})
-    wait_until(
-        lambda: server.metric_of("fourfold_generation_tokens_total", engine="1") == before + 20, 5, "20 tokens of DP1"
-    )
+    wait_until(lambda: server.metric_of(tokens, engine="1") == before + 20, 5, "20 tokens of DP1")
     with server.client() as client:
         for wrong in ("2", "-1", "x", "1.0", "99999999999"):
             reply = client.post("/v1/completions", json=completion(1), headers={"x-data-parallel-rank": wrong})
@@ -133,7 +124,7 @@ def test_streams_outlive_their_replica(start: Start, size: int) -> None:
     assert processes(server, "engine_core")["DP0"] != victim
     complete_all(server, [completion(3)] * 2, **{"x-data-parallel-rank": "0"})
     wait_until(lambda: server.metric("fourfold_num_requests_running") == 0, 5, "all replicas idle")
-    assert server.metric("fourfold_kv_cache_usage") == 0
+    wait_until(lambda: server.metric("fourfold_kv_cache_usage") == 0, 5, "all blocks free")
 
 
 VARIANTS: list[dict[str, Any]] = [
@@ -180,9 +171,9 @@ def test_api_servers_and_the_coordinator_come_back(start: Start) -> None:
 
 
 def test_a_replica_is_restarted_on_wish_without_losing_a_request(start: Start) -> None:
-    server = start(*TWO, "--drain-timeout", "1")
+    server = start(*TWO, "--drain-timeout", "0.3")
     engines = processes(server, "engine_core")
-    streams = [Stream(server, "/v1/completions", completion(1500, **SEEDED)) for _ in range(4)]
+    streams = [Stream(server, "/v1/completions", completion(800, **SEEDED)) for _ in range(4)]
     for opened in streams:
         opened.wait_for_events(2)
     with server.client() as client:
@@ -206,7 +197,7 @@ def test_a_replica_is_restarted_on_wish_without_losing_a_request(start: Start) -
 def test_a_signal_drains_all_api_servers(start: Start) -> None:
     server = start(*TWO, "--drain-timeout", "60")
     everything = [server.parent, *server.descendants()]
-    streams = [Stream(server, "/v1/completions", completion(1500, **SEEDED)) for _ in range(4)]
+    streams = [Stream(server, "/v1/completions", completion(800, **SEEDED)) for _ in range(4)]
     for opened in streams:
         opened.wait_for_events(2)
     clients = [server.client() for _ in range(2)]
@@ -281,7 +272,7 @@ def test_connections_are_spread_evenly_over_api_servers(start: Start) -> None:
 
 @pytest.mark.long
 def test_seventeen_processes(start: Start) -> None:
-    server = start("--data-parallel-size", "4", "--tensor-parallel-size", "2", "--num-blocks", "500")
+    server = start("--data-parallel-size", "4", "--tensor-parallel-size", "2", "--num-blocks", "600")
     everything = [server.parent, *server.descendants()]
     assert len(everything) == 17
     with server.client() as client:
