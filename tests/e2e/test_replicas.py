@@ -241,6 +241,19 @@ def test_a_drain_of_all_api_servers_has_a_deadline_and_a_second_signal_has_none(
     wait_until_gone(everything, 1)
 
 
+def test_streams_outlive_a_replica_that_stands_still(start: Start) -> None:
+    server = start(*TWO, "--stall-timeout", "1")
+    opened = [Stream(server, "/v1/completions", completion(600, **SEEDED)) for _ in range(4)]
+    for stream in opened:
+        stream.wait_for_events(2)
+    os.kill(processes(server, "engine_core")["DP1"], signal.SIGSTOP)
+    for stream in opened:
+        stream.join()
+    assert [stream.error for stream in opened] == [None] * 4
+    assert len({stream.text for stream in opened}) == 1
+    wait_until(lambda: replicas(server) == ["running", "running"], 60, "both replicas again")
+
+
 def test_the_exit_policy_holds_for_every_replica(start: Start) -> None:
     server = start(*TWO, "--on-failure", "exit")
     everything = [server.parent, *server.descendants()]

@@ -95,7 +95,7 @@ class Supervisor:
         self._ending: frozenset[str] = frozenset()
         """Roles whose processes end now, and are not started again."""
         self._ended = False
-        self._children = ChildSupervisor()
+        self._children = ChildSupervisor(stall_timeout=timeouts.stall_timeout)
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 
     def start(self) -> None:
