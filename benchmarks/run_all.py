@@ -9,9 +9,11 @@ from pathlib import Path
 SCRIPTS = [
     "kernels_cpu.py",
     "scheduler.py",
+    "load_balancers.py",
     "offline.py",
     "tensor_parallel.py",
     "serving.py",
+    "data_parallel.py",
     "startup.py",
     "collective_rpc.py",
     "all_reduce.py",

@@ -19,8 +19,8 @@ import httpx
 import pytest
 import uvicorn
 
+from fourfold.balancers.least_work import LeastWork
 from fourfold.client.engine_client import EngineClient
-from fourfold.client.load_balancers import LeastTokens
 from fourfold.entries import LoadBalancerContext
 from fourfold.messages import AddRequest
 from fourfold.testing.fake_engine import FakeEngine
@@ -163,7 +163,7 @@ def _start(stack: ExitStack, run_directory: Path, config: ServerConfig, stall_ti
     made: list[tuple[ServerState, asyncio.AbstractEventLoop, uvicorn.Server]] = []
 
     async def serve() -> None:
-        client = EngineClient(run_directory, 0, 1, LeastTokens(LoadBalancerContext(num_engines=1)))
+        client = EngineClient(run_directory, 0, 1, LeastWork(LoadBalancerContext(num_engines=1)))
         await client.start()
         state = ServerState(
             config=config,

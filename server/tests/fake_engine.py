@@ -22,6 +22,11 @@ def main() -> None:
     behaviour = behaviours[min(incarnation, len(behaviours)) - 1]
     stopped = threading.Event()
     link.on_stop(stopped.set)
+    engine = int(sys.argv[sys.argv.index("--engine") + 1])
+    if behaviour == "ready-if-1" and engine != 1:
+        os._exit(9)
+    if behaviour == "drain":
+        link.on_message(lambda message: stopped.set())
     if behaviour in {"refuse", "break"}:
         failed = EngineFailed(
             engine=0,
@@ -40,7 +45,7 @@ def main() -> None:
     if behaviour == "hang":
         threading.Event().wait(60)
     ready = EngineReady(
-        engine=0,
+        engine=engine,
         incarnation=incarnation,
         num_blocks=8,
         kv_cache_tokens=128,

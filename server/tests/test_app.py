@@ -13,8 +13,8 @@ import pytest
 from fastapi import APIRouter
 from pydantic import BaseModel
 
+from fourfold.balancers.least_work import LeastWork
 from fourfold.client.engine_client import EngineClient
-from fourfold.client.load_balancers import LeastTokens
 from fourfold.entries import LoadBalancerContext, RoutesEntry
 from fourfold.errors import EngineError, RequestError
 from fourfold_server.app import create_app
@@ -55,7 +55,7 @@ def billing(state: ServerState) -> APIRouter:
 @pytest.fixture
 def state() -> Iterator[ServerState]:
     with tempfile.TemporaryDirectory(prefix="fourfold-") as folder:
-        client = EngineClient(Path(folder), 0, 1, LeastTokens(LoadBalancerContext(num_engines=1)))
+        client = EngineClient(Path(folder), 0, 1, LeastWork(LoadBalancerContext(num_engines=1)))
         config = ServerConfig(api_key="key")
         state = ServerState(config=config, client=client, served_names=("m",), topology=dict)
         yield state

@@ -59,7 +59,7 @@ def test_help_is_quick() -> None:
     ("arguments", "text"),
     [
         (["serv"], "no command 'serv'; did you mean 'serve'?"),
-        (["xyzzy"], "no command 'xyzzy'; commands are serve, chat, bench, plugins, ps"),
+        (["xyzzy"], "no command 'xyzzy'; commands are serve, chat, bench, simulate, plugins, ps"),
         (["ps", "--jsn"], "--json"),
         (["serve", "--max-num-seq", "3"], "--max-num-seqs"),
         (["serve", "--port", "70000"], "--port is 70000"),
@@ -67,7 +67,7 @@ def test_help_is_quick() -> None:
         (["serve", "--api-key", " "], "--api-key is empty"),
         (["serve", "--ssl-certfile", "/none"], "HTTPS needs both"),
         (["serve", "--executor", "uniprocc"], "did you mean 'uniproc'?"),
-        (["serve", "--data-parallel-size", "2"], "--data-parallel-size is 2"),
+        (["serve", "--api-server-count", "0"], "--api-server-count is 0; 1 or more"),
         (["serve", "--host", "256.256.256.256"], "--host is '256.256.256.256'"),
         (["chat", "--url", "ftp://x", "smollm2"], "not both"),
         (["chat", "--dtype", "float32"], "come after MODEL"),

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from socket import socket
 
-from fourfold.messages import EngineReady
+from fourfold.messages import EngineDead, EngineNotice, EngineStarting
 from fourfold_server.loop_listener import LoopListener
-from fourfold_server.supervisor import Failure
+from fourfold_server.supervised_process import Failure
 
 
 class Target:
@@ -13,15 +14,15 @@ class Target:
         self.heard: list[object] = []
         self.thread = threading.get_ident()
 
-    def engine_starting(self, engine: int, incarnation: int) -> None:
+    def engine_changed(self, notice: EngineNotice) -> None:
         assert threading.get_ident() == self.thread
-        self.heard.append((engine, incarnation))
+        self.heard.append(notice)
 
-    def engine_ready(self, ready: EngineReady) -> None:
-        self.heard.append(ready)
+    def server_ready(self) -> None:
+        self.heard.append("server")
 
-    def engine_dead(self, engine: int, reason: str) -> None:
-        self.heard.append(reason)
+    def take_connection(self, connection: socket) -> None:
+        self.heard.append(connection)
 
     def gave_up(self, failure: Failure) -> None:
         self.heard.append(failure)
@@ -32,17 +33,19 @@ class Target:
 
 def test_everything_is_heard_in_order_also_what_came_before_the_target() -> None:
     failure = Failure(message="f", status=1)
+    starting = EngineStarting(engine=0, incarnation=1)
+    dead = EngineDead(engine=0, incarnation=1, reason="late")
 
     async def scenario() -> list[object]:
         listener = LoopListener(asyncio.get_running_loop())
         target = Target()
-        early = threading.Thread(target=listener.engine_starting, args=(0, 1))
+        early = threading.Thread(target=listener.engine_changed, args=(starting,))
         early.start()
         early.join()
         await asyncio.sleep(0)
-        listener.engine_dead(0, "early")
+        listener.server_ready()
         listener.set_target(target)
-        listener.engine_starting(0, 2)
+        listener.engine_changed(dead)
         listener.gave_up(failure)
         listener.end_requested()
         deadline = asyncio.get_running_loop().time() + 10
@@ -51,11 +54,11 @@ def test_everything_is_heard_in_order_also_what_came_before_the_target() -> None
             await asyncio.sleep(0)
         return target.heard
 
-    assert asyncio.run(scenario()) == [(0, 1), "early", (0, 2), failure, "end"]
+    assert asyncio.run(scenario()) == [starting, "server", dead, failure, "end"]
 
 
 def test_a_closed_loop_hears_nothing() -> None:
     loop = asyncio.new_event_loop()
     listener = LoopListener(loop)
     loop.close()
-    listener.engine_dead(0, "late")
+    listener.server_ready()

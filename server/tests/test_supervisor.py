@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from fourfold.config.parallel_config import ParallelConfig
 from fourfold.config.timeout_config import TimeoutConfig
-from fourfold.messages import EngineReady
-from fourfold.supervision.run_directory import RunDirectory, deployments
+from fourfold.messages import EngineDead, EngineDraining, EngineNotice, EngineReady, EngineStarting
+from fourfold.supervision.run_directory import RunDirectory, deployments, running_processes
 from fourfold_server.config import OnFailure
 from fourfold_server.process_table import ProcessTable
-from fourfold_server.supervisor import EngineCommand, EngineSupervisor, Failure
+from fourfold_server.roles import EngineRole, Shape
+from fourfold_server.supervised_process import Failure
+from fourfold_server.supervisor import Supervisor
 
 DEADLINE = 20.0
 
@@ -25,14 +26,16 @@ class Listener:
     def __init__(self) -> None:
         self.events: queue.Queue[tuple[Any, ...]] = queue.Queue()
 
-    def engine_starting(self, engine: int, incarnation: int) -> None:
-        self.events.put(("starting", incarnation))
-
-    def engine_ready(self, ready: EngineReady) -> None:
-        self.events.put(("ready", ready.incarnation))
-
-    def engine_dead(self, engine: int, reason: str) -> None:
-        self.events.put(("dead", reason))
+    def engine_changed(self, notice: EngineNotice) -> None:
+        match notice:
+            case EngineStarting():
+                self.events.put(("starting", notice.incarnation))
+            case EngineReady():
+                self.events.put(("ready", notice.incarnation))
+            case EngineDraining():
+                self.events.put(("draining", notice.incarnation))
+            case EngineDead():
+                self.events.put(("dead", notice.reason))
 
     def gave_up(self, failure: Failure) -> None:
         self.events.put(("gave up", failure.message, failure.status))
@@ -42,21 +45,32 @@ class Listener:
 
 
 class Deployment:
-    def __init__(self, folder: Path, behaviours: str, on_failure: OnFailure, startup_timeout: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        behaviours: str,
+        on_failure: OnFailure,
+        *,
+        startup_timeout: float,
+        drain_timeout: float,
+        num_engines: int,
+    ) -> None:
         self.root = folder
         self.run_directory = RunDirectory.create(folder)
         self.run_directory.write_file("behaviours", behaviours.encode())
         self.listener = Listener()
-        self.table = ProcessTable(self.run_directory, ParallelConfig())
-        command = EngineCommand(
-            run_directory=self.run_directory.path, num_api_servers=1, log_level="info", module="fake_engine"
+        table = ProcessTable(self.run_directory)
+        shape = Shape(
+            run_directory=self.run_directory.path, num_engines=num_engines, num_api_servers=1, log_level="info"
         )
-        self.supervisor = EngineSupervisor(
-            command,
-            self.listener,
-            self.table,
-            num_engines=1,
-            timeouts=TimeoutConfig(startup_timeout=startup_timeout),
+        engines = EngineRole(shape, table, "fake_engine")
+        engines.add_listener(self.listener.engine_changed)
+        self.supervisor = Supervisor(
+            engines,
+            [],
+            table,
+            gave_up=self.listener.gave_up,
+            timeouts=TimeoutConfig(startup_timeout=startup_timeout, drain_timeout=drain_timeout),
             on_failure=on_failure,
         )
         self.supervisor.start()
@@ -67,9 +81,9 @@ class Deployment:
 
     def engines(self) -> list[tuple[str, int]]:
         return [
-            (process["state"], process["pid"])
-            for process in self.table.topology()["processes"]
-            if process["role"] == "engine_core"
+            (process.state, process.pid)
+            for process in running_processes(self.run_directory.path)
+            if process.role == "engine_core"
         ]
 
 
@@ -82,8 +96,24 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     made: list[Deployment] = []
 
-    def start(behaviours: str, *, on_failure: OnFailure = "restart", startup_timeout: float = 60.0) -> Deployment:
-        made.append(Deployment(tmp_path, behaviours, on_failure, startup_timeout))
+    def start(
+        behaviours: str,
+        *,
+        on_failure: OnFailure = "restart",
+        startup_timeout: float = 60.0,
+        drain_timeout: float = 30.0,
+        num_engines: int = 1,
+    ) -> Deployment:
+        made.append(
+            Deployment(
+                tmp_path,
+                behaviours,
+                on_failure,
+                startup_timeout=startup_timeout,
+                drain_timeout=drain_timeout,
+                num_engines=num_engines,
+            )
+        )
         return made[-1]
 
     yield start
@@ -182,3 +212,35 @@ def test_a_report_that_makes_no_sense_is_the_end(start: Start) -> None:
     name, message, status = listener.next()
     assert (name, status) == ("gave up", 1)
     assert message.startswith("the supervisor failed: DecodeError: ")
+
+
+def test_an_engine_fails_for_ever_beside_one_that_serves(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fourfold_server.supervisor.MAX_RAPID_CRASHES", 1)
+    monkeypatch.setattr("fourfold_server.supervised_process.MAX_DELAY", 0.01)
+    deployment = start("ready ready-if-1 ready-if-1 ready-if-1 ready", num_engines=2)
+    listener = deployment.listener
+    assert sorted(listener.next() for _ in range(4)) == [("ready", 1)] * 2 + [("starting", 1)] * 2
+    victim = next(process.pid for process in running_processes(deployment.run_directory.path) if process.label == "DP0")
+    os.kill(victim, signal.SIGKILL)
+    assert listener.next()[0] == "dead"
+    assert [listener.next() for _ in range(5)] == [
+        ("starting", 2),
+        ("starting", 3),
+        ("starting", 4),
+        ("starting", 5),
+        ("ready", 5),
+    ]
+
+
+@pytest.mark.parametrize(("behaviour", "drain_timeout"), [("drain", 30.0), ("ready", 0.1)])
+def test_a_planned_restart(start: Start, behaviour: str, drain_timeout: float) -> None:
+    """By itself, or when its time is over; and under the exit policy too."""
+    deployment = start(f"{behaviour} ready", on_failure="exit", drain_timeout=drain_timeout)
+    listener = deployment.listener
+    assert [listener.next() for _ in range(2)] == [("starting", 1), ("ready", 1)]
+    deployment.supervisor.restart_engine(0)
+    deployment.supervisor.restart_engine(0)
+    assert listener.next() == ("draining", 1)
+    assert listener.next() == ("dead", "it is being restarted")
+    assert [listener.next() for _ in range(2)] == [("starting", 2), ("ready", 2)]
+    assert listener.events.empty()

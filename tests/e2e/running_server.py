@@ -64,13 +64,15 @@ class Server:
         for file in self.root.glob("*/*.state"):
             with contextlib.suppress(FileNotFoundError):
                 state = json.loads(file.read_bytes())
-                found[state["role"]] = state
+                found[state["role"]] = found[f"{state['role']} {state['label']}"] = state
         return found
 
     def wait_for_state(self, role: str, *states: str) -> dict[str, Any]:
         def check() -> dict[str, Any] | None:
             assert self.process.poll() is None, f"the server ended with {self.process.returncode}:\n{self.log}"
-            state = self.states().get(role)
+            # With several API servers the first speaks for the deployment.
+            shown = self.states()
+            state = shown.get(f"{role} 0", shown.get(role))
             return state if state is not None and state["state"] in states else None
 
         state: dict[str, Any] = wait_until(check, START_TIMEOUT, f"{role} {states}; the log:\n{self.log}")
@@ -111,6 +113,21 @@ class Server:
         values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name]
         assert values, f"no metric {name} in {lines}"
         return sum(values)
+
+    def metric_of(self, name: str, **labels: str) -> float:
+        """The sum of a metric over the series with these labels."""
+        with self.client() as client:
+            lines = client.get("/metrics").text.splitlines()
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        return sum(
+            float(line.rsplit(" ", 1)[1])
+            for line in lines
+            if line.split("{")[0] == name and all(label in line for label in wanted)
+        )
+
+    @property
+    def parent(self) -> psutil.Process:
+        return psutil.Process(self.process.pid)
 
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)

@@ -75,7 +75,7 @@ def test_two_processes_and_nothing_beside_them(start: Start) -> None:
         topology = client.get("/topology").json()
     shown = {(process["role"], process["label"], process["pid"]) for process in topology["processes"]}
     assert shown == {("api_server", "", server.process.pid), ("engine_core", "DP0", engine.pid)}
-    assert topology["replicas"] == [{"label": "DP0", "state": "running"}]
+    assert topology["replicas"] == [{"rank": 0, "label": "DP0", "state": "running", "incarnation": 1}]
 
 
 def test_the_api_process_has_no_torch(start: Start) -> None:
@@ -201,13 +201,13 @@ def test_health_tells_a_stalled_engine_from_an_idle_one(start: Start) -> None:
     opened = stream(server, LONG)
     assert server.status("/health") == 200
     os.kill(engine, signal.SIGSTOP)
-    try:
-        wait_until(lambda: server.status("/health") == 503, 10, "/health is 503")
-        assert server.status("/livez") == 200
-    finally:
-        os.kill(engine, signal.SIGCONT)
-    wait_until(lambda: server.status("/health") == 200, 10, "/health is 200 again")
-    opened.close()
+    wait_until(lambda: server.status("/health") == 503, 10, "/health is 503")
+    assert server.status("/livez") == 200
+    opened.join(10)
+    assert opened.error is not None
+    assert "was stopped by a signal for 1 s" in opened.error["message"]
+    wait_until(lambda: server.status("/health") == 200, 60, "/health is 200 again")
+    assert server.engine_pid != engine
 
 
 # --- drain -----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from fourfold.entries import (
     OperatorsEntry,
     ParallelLayerEntry,
     SchedulerEntry,
+    Suitability,
     TokenizerEntry,
 )
 from fourfold.markers import hookimpl
@@ -186,8 +187,27 @@ def fourfold_schedulers() -> list[SchedulerEntry]:
 def fourfold_load_balancers() -> list[LoadBalancerEntry]:
     return [
         LoadBalancerEntry(
-            name="least_tokens",
-            build=_lazy("fourfold.client.load_balancers:LeastTokens"),
-            summary="the engine with the fewest tokens queued, ties in turn",
-        )
+            name="least-work",
+            build=_lazy("fourfold.balancers.least_work:LeastWork"),
+            summary="the engine with the fewest tokens still to do, and with room in its cache",
+            capabilities=frozenset({"load_aware"}),
+            suits=lambda config: Suitability(score=10, reason="even work, whatever the requests"),
+        ),
+        LoadBalancerEntry(
+            name="prefix-affinity",
+            build=_lazy("fourfold.balancers.prefix_affinity:PrefixAffinity"),
+            summary="the engine that holds the longest prefix of the prompt, unless it has too much to do",
+            capabilities=frozenset({"load_aware"}),
+        ),
+        LoadBalancerEntry(
+            name="round-robin",
+            build=_lazy("fourfold.balancers.round_robin:RoundRobin"),
+            summary="one after the other",
+        ),
+        LoadBalancerEntry(
+            name="random-two",
+            build=_lazy("fourfold.balancers.random_two:RandomTwo"),
+            summary="of two drawn at random the one with less to do",
+            capabilities=frozenset({"load_aware"}),
+        ),
     ]

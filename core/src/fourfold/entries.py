@@ -47,7 +47,7 @@ class Entry(Generic[Product]):
     """One named thing that a plugin offers."""
 
     name: str
-    """Lowercase letters, digits and underscores; what a user types."""
+    """Lowercase letters, digits, dashes and underscores; what a user types."""
     build: Callable[[Any], Product]
     """Called with one context object; heavy imports belong inside."""
     summary: str = ""
@@ -109,6 +109,8 @@ class ComputeContext:
     config: EngineConfig
     device: torch.device
     dtype: torch.dtype
+    rank: int = 0
+    """Within the engine; equal ranks of all replicas hold the same weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,6 +150,12 @@ class LoadBalancerContext:
     """What a load balancer needs."""
 
     num_engines: int
+    num_servers: int = 1
+    """API servers that choose beside each other, each with a balancer of its own."""
+    seed: int = 0
+    """Of its random choices; each API server has another, so that they do not all begin with the same engine."""
+    block_size: int = 16
+    """Tokens of a block, which a mark of ``BalancedRequest`` stands for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,7 +209,7 @@ class ParallelLayerEntry(Entry["ParallelLayer"]):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadBalancerEntry(Entry["LoadBalancer"]):
-    """``build(LoadBalancerContext) -> LoadBalancer``."""
+    """``build(LoadBalancerContext) -> LoadBalancer``. Capability ``load_aware``: keeps away from busy engines."""
 
 
 @dataclass(frozen=True, kw_only=True)

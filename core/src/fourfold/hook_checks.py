@@ -98,10 +98,10 @@ def check_offer(returned: object, hook: str, kind: OfferKind, origin: Origin) ->
     for entry in returned:
         if not isinstance(entry, kind.entry):
             raise PluginError(f"{origin}: {hook} returned an entry of type {_type_name(entry)}; it must be {wanted}")
-        if not isinstance(entry.name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", entry.name):
+        if not isinstance(entry.name, str) or not re.fullmatch(r"[a-z][a-z0-9_-]*", entry.name):
             raise PluginError(
                 f"{origin}: {hook} offers the name {entry.name!r}; "
-                "a name is lowercase letters, digits and underscores, such as 'my_backend'"
+                "a name is lowercase letters, digits, dashes and underscores, such as 'my-backend'"
             )
         if not callable(entry.build) or not callable(entry.suits):
             raise PluginError(f"{origin}: build and suits of {kind.noun} {entry.name!r} must be functions")

@@ -38,6 +38,10 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     """Unix seconds."""
     cache_salt: str = ""
     """Only requests of equal salt share prefix-cache blocks."""
+    output_token_ids: list[int] = []
+    """What it brought on another engine, before that one ended: goes on after these, and they count as output."""
+    attempt: int = 0
+    """How many engines had it before. One that had is not refused for want of room in the queue."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
@@ -98,6 +102,9 @@ class EngineStats(msgspec.Struct, kw_only=True):
     num_running: int = 0
     num_waiting: int = 0
     num_queued_tokens: int = 0
+    """Prompt tokens to compute and output tokens to come, at most, of all requests."""
+    shares: dict[int, tuple[int, int]] = {}
+    """API server -> (its running and waiting requests, its part of ``num_queued_tokens``)."""
     kv_cache_usage: float = 0.0
     num_steps: int = 0
     last_step_time: float = 0.0
@@ -120,6 +127,15 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """For each stage the seconds that it computed; empty without a pipeline."""
     stage_bubble_shares: list[float] = []
     """For each stage the share of the time between the last two questions in which it waited, 0 to 1."""
+    prefix_marks: bytes | None = None
+    """What the prefix cache holds, for ``fourfold.engine.prefix_cache.read_marks``: 4 KiB at most, the last used prefix
+    last. None: as it was told before.
+    """
+
+    @property
+    def version(self) -> int:
+        """Grows with every request and every step, so that of two reports of one incarnation the later one is known."""
+        return self.num_steps + 2 * self.requests_finished + self.num_running + self.num_waiting
 
 
 class StageInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,7 +196,104 @@ class UtilityReply(msgspec.Struct, frozen=True, kw_only=True, tag="utility_reply
     error: str | None = None
 
 
+# --- engine core -> coordinator -> API servers -------------------------------------------------------------------
+
+
+class EngineReport(msgspec.Struct, kw_only=True, tag="report"):
+    """How an engine stands."""
+
+    engine: int
+    incarnation: int
+    stats: EngineStats
+
+
+class JoinReports(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
+    """An API server has started and wants to hear of all engines."""
+
+    client: int
+
+
+CoordinatorInput = EngineReport | JoinReports
+
+
+class LoadReports(msgspec.Struct, kw_only=True, tag="loads"):
+    """The engines that have changed since the last time."""
+
+    reports: list[EngineReport]
+
+
 EngineMessage = EngineReady | EngineFailed | EngineOutputs | UtilityReply
+ApiServerInput = EngineMessage | LoadReports
+
+
+# --- supervisor -> API servers -----------------------------------------------------------------------------------
+
+
+class EngineStarting(msgspec.Struct, frozen=True, kw_only=True, tag="starting"):
+    """A new process will speak for the engine; older incarnations are not to be heard."""
+
+    engine: int
+    incarnation: int
+
+
+class EngineDraining(msgspec.Struct, frozen=True, kw_only=True, tag="draining"):
+    """The engine finishes what it has and ends; it takes no more requests."""
+
+    engine: int
+    incarnation: int
+
+
+class EngineDead(msgspec.Struct, frozen=True, kw_only=True, tag="dead"):
+    """An engine that was ready is no more; what it had of requests has to go on elsewhere."""
+
+    engine: int
+    incarnation: int
+    reason: str
+    planned: bool = False
+    """Whether it was ended on purpose, so that its requests are not to blame."""
+
+
+EngineNotice = EngineStarting | EngineReady | EngineDraining | EngineDead
+
+
+# --- supervisor -> engines ---------------------------------------------------------------------------------------
+
+
+class DrainEngine(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
+    """Finish what is there, then end."""
+
+
+class ForgetClient(msgspec.Struct, frozen=True, kw_only=True, tag="forget_client"):
+    """An API server has died: end its requests. Another process will take its place."""
+
+    client: int
+
+
+EngineOrder = DrainEngine | ForgetClient
+
+
+# --- children -> supervisor, beside EngineReady and EngineFailed -------------------------------------------------
+
+
+class ProcessReady(msgspec.Struct, frozen=True, kw_only=True, tag="process_ready"):
+    """A process that is no engine does its work."""
+
+
+class ProcessFailed(msgspec.Struct, frozen=True, kw_only=True, tag="process_failed"):
+    """The last word of a process that is no engine; fields as those of EngineFailed."""
+
+    message: str
+    traceback: str = ""
+    refused: bool = False
+
+
+class RestartEngine(msgspec.Struct, frozen=True, kw_only=True, tag="restart_engine"):
+    """An API server was asked to restart a replica."""
+
+    engine: int
+
+
+ProcessReport = EngineReady | EngineFailed | ProcessReady | ProcessFailed | RestartEngine
 
 
 # --- engine core -> workers (opaque bytes to executors) ----------------------------------------------------------

@@ -12,13 +12,15 @@ import msgspec
 import pytest
 import zmq
 
+from fourfold.balancers.least_work import LeastWork
 from fourfold.client.engine_client import EngineClient
-from fourfold.client.engine_link import EngineState
-from fourfold.client.load_balancers import LeastTokens
+from fourfold.contracts.load_balancer import EngineState
 from fourfold.entries import LoadBalancerContext
 from fourfold.errors import EngineError, ExecutorFailed, RequestError
 from fourfold.messages import (
     AddRequest,
+    EngineDead,
+    EngineDraining,
     EngineOutputs,
     EngineReady,
     EngineStats,
@@ -33,7 +35,7 @@ T = TypeVar("T")
 
 @asynccontextmanager
 async def started_client(run_directory: Path, num_engines: int = 1, **options: float) -> AsyncIterator[EngineClient]:
-    balancer = LeastTokens(LoadBalancerContext(num_engines=num_engines))
+    balancer = LeastWork(LoadBalancerContext(num_engines=num_engines))
     client = EngineClient(run_directory, 0, num_engines, balancer, **options)
     await client.start()
     try:
@@ -93,7 +95,7 @@ def test_outputs_come_in_order_and_load_returns_to_zero(run_directory: Path) -> 
                 assert token_ids == [10, 11, 12, 13]
                 assert last.finish_reason is FinishReason.LENGTH
                 assert_no_load(client)
-                await until(lambda: client.loads[0].num_queued_tokens == 0, "the engine's report of no load")
+                await until(lambda: client.loads.num_tokens[0] == 0, "the engine's report of no load")
 
     asyncio.run(scenario())
 
@@ -187,6 +189,89 @@ def test_a_dead_engine_ends_its_requests_and_calls_at_once(run_directory: Path) 
             with pytest.raises(ExecutorFailed, match="engine 0 is dead"):
                 await client.call_utility(0, "echo")
             assert_no_load(client)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_goes_on_elsewhere_when_its_engine_dies(run_directory: Path) -> None:
+    async def scenario() -> None:
+        async with started_client(run_directory, 2) as client:
+            first = FakeEngine(run_directory, count_up)
+            with first, FakeEngine(run_directory, count_up, engine=1) as second:
+                await ready(client)
+                heard: list[RequestOutput] = []
+                client.open(request(max_tokens=50), heard.append, engine=0)
+                await until(lambda: len(heard) >= 5, "five tokens")
+                first.pause()
+                client.hear(EngineDead(engine=0, incarnation=1, reason="killed"))
+                await until(lambda: heard[-1].finish_reason is not None, "the end")
+                (moved,) = second.added
+                assert (moved.attempt, moved.output_token_ids) == (1, list(range(10, 10 + len(moved.output_token_ids))))
+                assert len(moved.output_token_ids) >= 5
+                assert [token for output in heard for token in output.token_ids] == list(range(10, 60))
+                assert heard[-1].finish_reason is FinishReason.LENGTH
+                assert_no_load(client)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_waits_for_an_engine_when_all_are_gone(run_directory: Path) -> None:
+    async def scenario() -> None:
+        async with started_client(run_directory, 2) as client:
+            client.mark_ready(notice(0, 1))
+            heard: list[RequestOutput] = []
+            client.open(request("moves"), heard.append)
+            client.open(request("aborted"), heard.append)
+            client.hear(EngineDead(engine=0, incarnation=1, reason="killed"))
+            client.abort(["aborted"])
+            with pytest.raises(RequestError, match="no engine is ready"):
+                client.open(request("new"), heard.append)
+            with FakeEngine(run_directory, count_up, engine=1) as engine:
+                await until(lambda: bool(heard) and heard[-1].finish_reason is not None, "the end")
+                assert [added.request_id for added in engine.added] == ["moves"]
+            assert [token for output in heard for token in output.token_ids] == [10, 11, 12, 13]
+            assert_no_load(client)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_killed_two_engines_is_not_tried_again(run_directory: Path) -> None:
+    async def scenario() -> None:
+        async with started_client(run_directory, 3) as client:
+            for engine in range(3):
+                client.mark_ready(notice(engine, 1))
+            heard: list[RequestOutput] = []
+            client.open(request("poison"), heard.append, engine=0)
+            client.hear(EngineDead(engine=0, incarnation=1, reason="killed"))
+            holder = next(link.engine for link in client.links if link.num_requests)
+            client.hear(EngineDead(engine=holder, incarnation=1, reason="killed"))
+            (last,) = heard
+            assert last.finish_reason is FinishReason.ERROR
+            assert "another engine died with this request before" in str(last.error)
+            assert_no_load(client)
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_drains_gets_no_requests_and_a_planned_end_blames_none(run_directory: Path) -> None:
+    async def scenario() -> None:
+        async with started_client(run_directory, 2) as client:
+            for engine in range(2):
+                client.mark_ready(notice(engine, 1))
+            heard: list[RequestOutput] = []
+            client.open(request("r"), heard.append, engine=0)
+            client.hear(EngineDraining(engine=0, incarnation=1))
+            assert client.engine_states == [EngineState.DRAINING, EngineState.READY]
+            for number in range(4):
+                client.open(request(str(number)), heard.append)
+            assert [link.num_requests for link in client.links] == [1, 4]
+            with pytest.raises(RequestError, match="engine 0 is draining"):
+                client.open(request("there"), heard.append, engine=0)
+            for engine, incarnation in ((0, 1), (1, 1), (0, 2), (1, 2)):
+                client.hear(EngineDead(engine=engine, incarnation=incarnation, reason="restart", planned=True))
+                client.mark_ready(notice(engine, incarnation + 1))
+            assert not heard
+            assert sum(link.num_requests for link in client.links) == 5
 
     asyncio.run(scenario())
 
@@ -337,13 +422,13 @@ def test_a_report_adds_other_servers_load_to_what_is_known(run_directory: Path) 
         async with started_client(run_directory) as client:
             client.mark_ready(notice(0, 1))
             client.open(request(max_tokens=7), lambda output: None)
-            assert client.loads[0].num_queued_tokens == 10
-            client.links[0].report(EngineStats(num_running=2, num_waiting=1, num_queued_tokens=110))
-            load = client.loads[0]
-            assert (load.num_running, load.num_waiting, load.num_queued_tokens) == (2, 1, 110)
+            assert client.loads.num_tokens[0] == 10
+            shares = {0: (1, 10), 1: (2, 100)}
+            client.links[0].report(EngineStats(num_running=2, num_waiting=1, num_queued_tokens=110, shares=shares))
+            loads = client.loads
+            assert (loads.num_running[0], loads.num_waiting[0], loads.num_tokens[0]) == (2, 1, 110)
             client.abort(["r"])
-            load = client.loads[0]
-            assert (load.num_running, load.num_waiting, load.num_queued_tokens) == (2, 0, 100)
+            assert (loads.num_running[0], loads.num_waiting[0], loads.num_tokens[0]) == (2, 0, 100)
 
     asyncio.run(scenario())
 

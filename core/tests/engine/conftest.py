@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -349,11 +349,12 @@ class ToyEngine:
         salt: str = "",
         priority: int = 0,
         client: int = 0,
+        output: Sequence[int] = (),
         **sampling: Any,
     ) -> str:
         """Add a request that must be accepted; returns its id."""
         request_id, refusal = self.try_add(
-            prompt, request_id=request_id, salt=salt, priority=priority, client=client, **sampling
+            prompt, request_id=request_id, salt=salt, priority=priority, client=client, output=output, **sampling
         )
         assert refusal is None, refusal
         return request_id
@@ -366,6 +367,7 @@ class ToyEngine:
         salt: str = "",
         priority: int = 0,
         client: int = 0,
+        output: Sequence[int] = (),
         **sampling: Any,
     ) -> tuple[str, RequestOutput | None]:
         self.arrivals += 1
@@ -379,6 +381,8 @@ class ToyEngine:
             priority=priority,
             arrival_time=float(self.arrivals),
             cache_salt=salt,
+            output_token_ids=list(output),
+            attempt=bool(output),
         )
         refusal = self.core.add(request)
         if refusal is None:

@@ -230,3 +230,36 @@ def test_shutdown_ends_the_workers(toy_engine: Any) -> None:
     engine.core.shutdown()
     engine.core.shutdown()
     assert engine.client.shut_down
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_request_goes_on_from_what_another_engine_brought(toy_engine: Any, depth: int) -> None:
+    options: list[dict[str, Any]] = [
+        {"max_tokens": 20, "ignore_eos": True},
+        {"max_tokens": 20, "min_tokens": 10, "stop_token_ids": tuple(range(0, 40, 3))},
+    ]
+    for number, sampling in enumerate(options):
+        engine = toy_engine(depth=depth, max_num_seqs=2, max_num_waiting=1)
+        prompt = [2, 3 + number, 4]
+        whole = engine.add(prompt, request_id="whole", **sampling)
+        engine.run()
+        tokens = engine.tokens(whole)
+        parts = [
+            engine.add(prompt, request_id=f"part-{count}", output=tokens[:count], **sampling)
+            for count in range(1, len(tokens))
+        ]
+        engine.run()
+        for count, part in enumerate(parts, 1):
+            assert engine.tokens(part) == tokens[count:]
+            assert engine.finish_reason(part) == engine.finish_reason(whole)
+        engine.check_idle()
+
+
+def test_all_requests_of_a_client_can_be_ended(toy_engine: Any) -> None:
+    engine = toy_engine(max_num_seqs=2)
+    names = [engine.add([2, number], client=number % 2, ignore_eos=True) for number in range(6)]
+    engine.step()
+    engine.core.abort_client(1)
+    engine.run()
+    assert [engine.finish_reason(name) is None for name in names] == [False, True] * 3
+    engine.check_idle()

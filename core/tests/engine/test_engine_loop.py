@@ -16,11 +16,14 @@ from fourfold.messages import (
     AbortRequests,
     AddRequest,
     CallUtility,
+    DrainEngine,
     EngineInput,
     EngineMessage,
     EngineOutputs,
+    EngineReport,
     EngineStats,
     FinishReason,
+    ForgetClient,
     RequestOutput,
     UtilityReply,
 )
@@ -35,6 +38,7 @@ class FakeCore:
     def __init__(self) -> None:
         self.left: dict[str, tuple[int, int]] = {}
         self.steps = 0
+        self.step_seconds = 0.0
         self.aborted: list[str] = []
         self.step_error: Exception | None = None
         self.caches_reset = 0
@@ -60,10 +64,17 @@ class FakeCore:
         for request_id in request_ids:
             self.left.pop(request_id, None)
 
+    def abort_client(self, client: int) -> None:
+        self.abort([name for name, (owner, _) in self.left.items() if owner == client])
+
+    def prefix_marks(self) -> bytes:
+        return b"%4d" % self.steps
+
     def step(self) -> Mapping[int, list[RequestOutput]]:
         if self.step_error:
             raise self.step_error
         self.steps += 1
+        time.sleep(self.step_seconds)
         outputs: dict[int, list[RequestOutput]] = {}
         for name, (client, left) in list(self.left.items()):
             ended = FinishReason.LENGTH if left == 1 else None
@@ -83,15 +94,20 @@ class FakeCore:
 class Harness:
     """Two API servers' sockets around a loop on a thread."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, coordinated: bool = False, absent: int | None = None) -> None:
         self.core = FakeCore()
         self.context = zmq.Context()
         self.receivers = []
         for index in range(2):
             receiver = self.context.socket(zmq.PULL)
-            receiver.bind(f"ipc://{folder}/api-{index}")
+            if index != absent:
+                receiver.bind(f"ipc://{folder}/api-{index}")
             self.receivers.append(receiver)
-        self.loop = EngineLoop(self.core, run_directory=folder, engine=0, incarnation=7, num_api_servers=2)
+        self.loop = EngineLoop(
+            self.core, run_directory=folder, engine=0, incarnation=7, num_api_servers=2, coordinated=coordinated
+        )
+        self.coordinator = self.context.socket(zmq.PULL)
+        self.coordinator.bind(f"ipc://{folder}/coordinator")
         self.sender = self.context.socket(zmq.PUSH)
         self.sender.connect(f"ipc://{folder}/engine-0")
         self.error: Exception | None = None
@@ -231,11 +247,9 @@ def test_a_server_that_reads_nothing_loses_its_requests_and_no_one_elses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fourfold.engine.engine_loop._MAX_QUEUED_OUTPUTS", 10)
-    harness = Harness(tmp_path)
+    harness = Harness(tmp_path, absent=1)
     try:
         harness.receivers[1].set_hwm(10)
-        address = harness.receivers[1].last_endpoint
-        harness.receivers[1].unbind(address)
         harness.thread.start()
         harness.send(request("slow", 1_000_000, client=1))
         deadline = time.monotonic() + 10
@@ -244,7 +258,7 @@ def test_a_server_that_reads_nothing_loses_its_requests_and_no_one_elses(
             threading.Event().wait(0.01)
         harness.send(request("other", 2, client=0))
         assert [output.request_id for output in harness.outputs(0, 2)] == ["other", "other"]
-        harness.receivers[1].bind(address)
+        harness.receivers[1].bind(f"ipc://{tmp_path}/api-1")
         last = harness.outputs(1, 1)[-1]
         while last.error is None:
             last = harness.outputs(1, 1)[-1]
@@ -266,3 +280,59 @@ def test_an_idle_loop_sleeps(harness: Harness) -> None:
     before = wakeups()
     threading.Event().wait(0.5)
     assert wakeups() - before <= 2, f"woke up {wakeups() - before} times in 0.5 s, pid {os.getpid()}"
+
+
+def test_a_drain_finishes_what_is_there_and_what_still_comes(harness: Harness) -> None:
+    harness.send(request("running", 200))
+    harness.outputs(0, 1)
+    harness.loop.order(DrainEngine())
+    harness.send(request("late", 3))
+    found = harness.outputs(0, 202)
+    assert sorted(output.request_id for output in found if output.finish_reason) == ["late", "running"]
+    harness.thread.join(10)
+    assert not harness.thread.is_alive()
+    assert harness.error is None
+
+
+def test_the_requests_of_a_dead_server_end_and_its_successor_hears_nothing_of_them(harness: Harness) -> None:
+    harness.send(request("dead", 1_000_000, client=0))
+    harness.send(request("other", 1_000_000, client=1))
+    harness.outputs(0, 2)
+    harness.outputs(1, 2)
+    harness.loop.order(ForgetClient(client=0))
+    deadline = time.monotonic() + 10
+    while harness.core.aborted != ["dead"]:
+        assert time.monotonic() < deadline
+    harness.outputs(1, 2)
+    harness.send(request("new", 1, client=0))
+    while (output := harness.outputs(0, 1)[-1]).request_id != "new":
+        assert output.request_id == "dead"
+    assert output.finish_reason is not None
+
+
+def test_a_coordinator_hears_how_things_stand_and_servers_only_what_they_asked_for(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, coordinated=True)
+    harness.thread.start()
+    try:
+        reports = []
+
+        def report() -> EngineReport:
+            assert harness.coordinator.poll(DEADLINE_MS)
+            reports.append(msgspec.msgpack.decode(harness.coordinator.recv(), type=EngineReport))
+            return reports[-1]
+
+        assert (report().incarnation, reports[0].stats.prefix_marks) == (7, b"   0")
+        harness.core.step_seconds = 0.005
+        harness.send(request("long", 1_000_000))
+        before = time.monotonic()
+        while time.monotonic() - before < 1.5:
+            assert report().engine == 0
+        assert 5 <= len(reports) <= 40
+        marked = [one.stats.prefix_marks for one in reports if one.stats.prefix_marks is not None]
+        assert 2 <= len(marked) <= 4
+        harness.send(AbortRequests(request_ids=["long"]))
+        while report().stats.num_running:
+            pass
+        assert not harness.receivers[1].poll(0)
+    finally:
+        harness.close()

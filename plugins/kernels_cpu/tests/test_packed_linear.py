@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from dataclasses import replace
+
 import pytest
 import torch
 
-from fourfold.errors import Unsupported
+from fourfold.errors import EngineError, Unsupported
+from fourfold.shared_memory import VARIABLE, SharedMemory
 from fourfold_kernels_cpu.packed_linear import PackedLinearMethod
 
 
@@ -107,3 +111,30 @@ def test_refuses_what_it_cannot_do(compute_context):
         method.apply(weight, torch.zeros(2, 48))
     with pytest.raises(Unsupported, match="rows of 40"):
         method.apply(weight, torch.zeros(2, 40, dtype=torch.bfloat16))
+
+
+def test_replicas_share_one_copy_and_refuse_another(compute_context, monkeypatch):
+    with closing(SharedMemory()) as memory:
+        monkeypatch.setenv(VARIABLE, memory.environment[VARIABLE])
+        dense, more = torch.randn(100, 77).bfloat16(), torch.randn(40, 77).bfloat16()
+        weights = []
+        for _ in range(2):
+            method = PackedLinearMethod(compute_context)
+            weight = method.create(77, 140, bias=False, dtype=torch.bfloat16)
+            method.load_shard(weight, more, first_row=100)
+            method.load_shard(weight, dense, first_row=0)
+            assert torch.equal(weight.dense(), torch.cat([dense, more]))
+            weights.append(weight)
+        assert weights[0].packed_address != weights[1].packed_address
+        weights[0].packed.view(torch.int16)[0] = 77
+        assert weights[1].packed.view(torch.int16)[0] == 77
+        changed = dense.clone()
+        changed[50, 3] += 1
+        third = PackedLinearMethod(compute_context)
+        weight = third.create(77, 140, bias=False, dtype=torch.bfloat16)
+        with pytest.raises(EngineError, match="differ from those of a replica"):
+            third.load_shard(weight, changed, first_row=0)
+        elsewhere = PackedLinearMethod(replace(compute_context, rank=1))
+        weight = elsewhere.create(77, 140, bias=False, dtype=torch.bfloat16)
+        elsewhere.load_shard(weight, changed, first_row=0)
+        assert torch.equal(weight.dense()[:100], changed)

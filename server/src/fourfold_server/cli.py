@@ -24,6 +24,9 @@ _SUBCOMMANDS = {
     "serve": _Subcommand(target="fourfold_server.serve:build_command", summary="Serve a model over the OpenAI API."),
     "chat": _Subcommand(target="fourfold_server.chat:build_command", summary="Chat with a model in the terminal."),
     "bench": _Subcommand(target="fourfold_server.bench:build_command", summary="Measure throughput and latency."),
+    "simulate": _Subcommand(
+        target="fourfold_server.simulate:build_command", summary="Try a deployment that is not there."
+    ),
     "plugins": _Subcommand(
         target="fourfold_server.plugins_command:build_command", summary="Show what is installed and what it offers."
     ),

@@ -20,6 +20,8 @@ class ServerConfig:
     """Address to listen on; :: or 0.0.0.0 listen on all."""
     port: int = 8000
     """Port to listen on; 0 takes a free one, which the log names."""
+    api_server_count: int | None = None
+    """Processes that answer on the port; by default one a replica."""
     api_key: str | None = None
     """Key that clients must send as a bearer token; the probes stay open."""
     ssl_certfile: str | None = None
@@ -42,6 +44,8 @@ class ServerConfig:
             raise ConfigError("--host is empty; give an address such as 127.0.0.1")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port is {self.port}; from 0 to 65535")
+        if self.api_server_count is not None and self.api_server_count < 1:
+            raise ConfigError(f"--api-server-count is {self.api_server_count}; 1 or more")
         if self.api_key is not None and not self.api_key.strip():
             raise ConfigError("--api-key is empty; give a key, or leave the option out")
         if self.api_key is not None and (self.api_key != self.api_key.strip() or not self.api_key.isprintable()):

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from fourfold.text.served_model import ServedModel
 from fourfold_server.fields import Table, read_fields
 from fourfold_server.json_body import read_json_object
+from fourfold_server.replica_choice import read_rank
 from fourfold_server.sampling_fields import check_constants, read_stream_options
 from fourfold_server.state import ServerState
 
@@ -30,12 +31,15 @@ class GeneratingRequest:
     constants: tuple[str, ...]
     """What in the body is no JSON."""
     include_usage: bool
+    rank: int | None
+    """The replica that the client wants; None: any."""
 
     @classmethod
     async def read(cls, state: ServerState, http: Request, table: Table) -> Self:
         """Read the body. Raises RequestError."""
         arrival = time.monotonic()
         model = state.serving()
+        rank = read_rank(http.headers, len(state.client.links))
         body = await read_json_object(http, state)
         strict = state.config.strict_fields
         values, ignored = read_fields(table, body.values, strict=strict)
@@ -48,6 +52,7 @@ class GeneratingRequest:
             ignored=ignored,
             constants=body.constants,
             include_usage=read_stream_options(values, strict=strict, ignored=ignored),
+            rank=rank,
         )
 
     def admit(self) -> int:

@@ -32,8 +32,10 @@ class Generation:
         requests: Sequence[AddRequest],
         *,
         arrival: float,
+        rank: int | None = None,
     ) -> None:
-        """``arrival``: when the HTTP request came, by the monotonic clock."""
+        """``arrival``: when the HTTP request came, by the monotonic clock. ``rank``: the replica to begin on."""
+        self._rank = rank
         self._client = client
         self._metrics = metrics
         self._requests = requests
@@ -70,7 +72,7 @@ class Generation:
         try:
             for index, request in enumerate(self._requests):
                 self._unfinished.add(index)
-                self._client.open(request, partial(self._receive, index))
+                self._client.open(request, partial(self._receive, index), engine=self._rank)
         except BaseException:
             self.close()
             raise

@@ -1,4 +1,4 @@
-"""Hands what signals and a supervisor's thread say to whoever lives on an event loop. Knows neither."""
+"""Hands what signals and other threads say to whoever lives on an event loop. Knows none of them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,27 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from functools import partial
+from socket import socket
 from typing import Protocol
 
-from fourfold.messages import EngineReady
-from fourfold_server.supervisor import EngineListener, Failure
+from fourfold.messages import EngineNotice
+from fourfold_server.supervised_process import Failure
 
 
-class Listener(EngineListener, Protocol):
-    """Hears of engines, and of the wish to end."""
+class Listener(Protocol):
+    """Hears what concerns the deployment."""
+
+    def engine_changed(self, notice: EngineNotice) -> None:
+        """An engine starts, is ready, drains or is dead."""
+
+    def server_ready(self) -> None:
+        """Another process, which is no engine, does its work."""
+
+    def take_connection(self, connection: socket) -> None:
+        """A client has connected."""
+
+    def gave_up(self, failure: Failure) -> None:
+        """The deployment cannot go on. Said once at most."""
 
     def end_requested(self) -> None:
         """A signal, or whoever started this process, wants it to end."""
@@ -30,25 +43,25 @@ class LoopListener:
         """Who hears everything, what was said before included. Call once, on the loop."""
         self._target.set_result(target)
 
-    def end_requested(self) -> None:
+    def engine_changed(self, notice: EngineNotice) -> None:
         """Hand on."""
-        self._tell(lambda target: target.end_requested())
+        self._tell(lambda target: target.engine_changed(notice))
 
-    def engine_starting(self, engine: int, incarnation: int) -> None:
+    def server_ready(self) -> None:
         """Hand on."""
-        self._tell(lambda target: target.engine_starting(engine, incarnation))
+        self._tell(lambda target: target.server_ready())
 
-    def engine_ready(self, ready: EngineReady) -> None:
+    def take_connection(self, connection: socket) -> None:
         """Hand on."""
-        self._tell(lambda target: target.engine_ready(ready))
-
-    def engine_dead(self, engine: int, reason: str) -> None:
-        """Hand on."""
-        self._tell(lambda target: target.engine_dead(engine, reason))
+        self._tell(lambda target: target.take_connection(connection))
 
     def gave_up(self, failure: Failure) -> None:
         """Hand on."""
         self._tell(lambda target: target.gave_up(failure))
+
+    def end_requested(self) -> None:
+        """Hand on."""
+        self._tell(lambda target: target.end_requested())
 
     def _tell(self, what: Callable[[Listener], None]) -> None:
         # Callbacks of a future run in the order in which they were added, also once it is done.

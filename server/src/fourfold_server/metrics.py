@@ -1,26 +1,37 @@
-"""What /metrics shows: this server's requests, and the engines' own counts. Aggregate counters over servers by sum."""
+"""What /metrics shows: the requests of all API servers, and the engines' own counts."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from fourfold.client.engine_client import EngineClient
-from fourfold.client.engine_link import EngineLink, EngineState
+from fourfold.client.engine_link import EngineLink
+from fourfold.contracts.load_balancer import EngineState
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 
+SHARING_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+"""prometheus_client's own: set when it is imported, instruments live in files of that folder, one a process."""
+
+
 class Metrics:
     """Instruments of one API server, in a registry of their own."""
 
-    def __init__(self, client: EngineClient, model_name: str) -> None:
+    def __init__(self, client: EngineClient, model_name: str, shared: Path | None = None) -> None:
+        """``shared``: the folder where all API servers keep their instruments; None: there is one server."""
         self.registry = CollectorRegistry()
+        self._engines = _EngineCollector(client, model_name)
+        self._shared = shared
         label = {"model_name": model_name}
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From the request's arrival to its first token.", SECONDS, label
@@ -40,7 +51,7 @@ class Metrics:
             "fourfold_http_requests", "Requests answered.", ("method", "path", "status"), registry=self.registry
         )
         self._model_name = model_name
-        self.registry.register(_EngineCollector(client, model_name))
+        self.registry.register(self._engines)
 
     def count_choice(self, finish_reason: str) -> None:
         """Count a choice that ended; aborts have the reason ``abort``."""
@@ -51,12 +62,23 @@ class Metrics:
         self._http_requests.labels(method, path, str(status)).inc()
 
     def render(self) -> bytes:
-        """The text that Prometheus reads."""
-        return bytes(generate_latest(self.registry))
+        """The text that Prometheus reads: sums over all API servers, those that have died included."""
+        if self._shared is None:
+            return bytes(generate_latest(self.registry))
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry, path=str(self._shared))  # type: ignore[no-untyped-call]
+        registry.register(self._engines)
+        return bytes(generate_latest(registry))
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...], label: dict[str, str]) -> Histogram:
         family = Histogram(f"fourfold_{name}", text, tuple(label), buckets=buckets, registry=self.registry)
         return family.labels(**label)
+
+
+def shared_metrics_folder() -> Path | None:
+    """Where instruments of this process live, if other processes share them."""
+    folder = os.environ.get(SHARING_VARIABLE)
+    return Path(folder) if folder else None
 
 
 class _EngineCollector(Collector):
@@ -107,6 +129,7 @@ _STAGE_LABELS = (*_LABELS, "stage")
 _Reading = tuple[str, str, Callable[[EngineLink], float]]
 _GAUGES: tuple[_Reading, ...] = (
     ("engine_up", "1 when the engine takes requests.", lambda link: float(link.state is EngineState.READY)),
+    ("engine_incarnation", "How often the engine was started.", lambda link: float(link.incarnation or 0)),
     ("num_requests_running", "Requests in the batch.", lambda link: link.stats.num_running),
     ("num_requests_waiting", "Requests in the queue.", lambda link: link.stats.num_waiting),
     ("kv_cache_usage", "Share of KV-cache blocks in use, 0 to 1.", lambda link: link.stats.kv_cache_usage),

@@ -32,7 +32,12 @@ if TYPE_CHECKING:
 
     from fourfold.supervision.parent_watch import ParentLink
     from fourfold.supervision.run_directory import RunDirectory
-    from fourfold_server.supervisor import Failure
+    from fourfold_server.acceptor import Acceptor
+    from fourfold_server.loop_listener import LoopListener
+    from fourfold_server.process_table import ProcessTable
+    from fourfold_server.roles import Shape
+    from fourfold_server.supervised_process import Failure
+    from fourfold_server.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +79,12 @@ def serve(
     """
     # Here, so that `fourfold serve --help` stays quick.
     from fourfold.supervision.run_directory import CONFIG_FILE, RunDirectory
-    from fourfold_server.listening_socket import listen
+    from fourfold_server.listening_socket import listen, url_of
+    from fourfold_server.roles import Shape
 
-    name_process("api_server", log_level=server_config.log_level)
+    num_engines = config.parallel.data_parallel_size
+    num_api_servers = server_config.api_server_count or num_engines
+    name_process("api_server", "0" if num_api_servers > 1 else "", log_level=server_config.log_level)
     _raise_open_file_limit()
     for warning in registry.warnings:
         logger.warning("%s", warning)
@@ -85,11 +93,20 @@ def serve(
     with listen(server_config.host, server_config.port) as listener, RunDirectory.create() as run_directory:
         try:
             run_directory.write_file(CONFIG_FILE, encode_config(config))
+            if num_api_servers > 1:
+                _prepare_sharing(run_directory, server_config)
         except OSError as error:
             raise ConfigError(
                 f"cannot write into the run directory {run_directory.path}: {error.strerror}; set XDG_RUNTIME_DIR"
             ) from error
         launch = _Launch(
+            shape=Shape(
+                run_directory=run_directory.path,
+                num_engines=num_engines,
+                num_api_servers=num_api_servers,
+                log_level=server_config.log_level,
+                url=url_of(listener, secure=server_config.ssl_certfile is not None),
+            ),
             config=config,
             server_config=server_config,
             registry=registry,
@@ -107,6 +124,7 @@ def serve(
 class _Launch:
     """What a deployment starts with."""
 
+    shape: Shape
     config: EngineConfig
     server_config: ServerConfig
     registry: PluginRegistry
@@ -123,12 +141,12 @@ class _Launch:
             return runner.run(self._run())
 
     async def _run(self) -> Failure | None:
+        from fourfold_server.acceptor import Acceptor
         from fourfold_server.loop_listener import LoopListener
         from fourfold_server.process_table import ProcessTable
-        from fourfold_server.supervisor import EngineCommand, EngineSupervisor
 
         loop = asyncio.get_running_loop()
-        table = ProcessTable(self.run_directory, self.config.parallel)
+        table = ProcessTable(self.run_directory)
         listener = LoopListener(loop)
         if self.parent is None:
             for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -137,16 +155,8 @@ class _Launch:
                     loop.add_signal_handler(signum, listener.end_requested)
         else:
             self.parent.on_stop(listener.end_requested)
-        supervisor = EngineSupervisor(
-            EngineCommand(
-                run_directory=self.run_directory.path, num_api_servers=1, log_level=self.server_config.log_level
-            ),
-            listener,
-            table,
-            num_engines=self.config.parallel.data_parallel_size,
-            timeouts=self.config.timeouts,
-            on_failure=self.server_config.on_failure,
-        )
+        acceptor = Acceptor(self.listener, listener.take_connection)
+        supervisor = self._supervisor(acceptor, table, listener)
         supervisor.start()
         try:
             # Only now, so that the engine imports torch while this process imports its web framework.
@@ -158,7 +168,9 @@ class _Launch:
                 self.registry,
                 self.listener,
                 self.run_directory,
+                shape=self.shape,
                 table=table,
+                acceptor=acceptor,
                 supervisor=supervisor,
                 parent=self.parent,
                 started=self.started,
@@ -167,6 +179,38 @@ class _Launch:
             return await deployment.run()
         finally:
             supervisor.close(grace=0)
+
+    def _supervisor(self, acceptor: Acceptor, table: ProcessTable, listener: LoopListener) -> Supervisor:
+        from fourfold_server.roles import ApiServerRole, CoordinatorRole, EngineRole
+        from fourfold_server.supervisor import Role, Supervisor
+
+        engines = EngineRole(self.shape, table)
+        engines.add_listener(listener.engine_changed)
+        others: list[Role] = [
+            ApiServerRole(self.shape, engines, acceptor, listener.server_ready),
+            CoordinatorRole(self.shape, listener.server_ready),
+        ]
+        return Supervisor(
+            engines,
+            others,
+            table,
+            gave_up=listener.gave_up,
+            timeouts=self.config.timeouts,
+            on_failure=self.server_config.on_failure,
+        )
+
+
+def _prepare_sharing(run_directory: RunDirectory, server_config: ServerConfig) -> None:
+    """Lay out what several API servers have in common."""
+    import msgspec
+
+    from fourfold_server.api_process import SERVER_CONFIG_FILE
+
+    run_directory.write_file(SERVER_CONFIG_FILE, msgspec.json.encode(server_config))
+    metrics = run_directory.path / "metrics"
+    metrics.mkdir()
+    # Before anything imports prometheus_client, here and in children.
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)
 
 
 def _end(failure: Failure) -> NoReturn:
@@ -185,10 +229,6 @@ def _check_config(config: EngineConfig, registry: PluginRegistry) -> EngineConfi
     from fourfold.checkpoints.resolve import describe_checkpoint
     from fourfold.models.parallel_limits import check_cut
 
-    if config.parallel.data_parallel_size > 1:
-        raise ConfigError(
-            f"--data-parallel-size is {config.parallel.data_parallel_size}; this version serves one replica"
-        )
     entry = registry.executors().get(config.backends.executor)
     if entry is not None and entry.offline_only:
         raise ConfigError(

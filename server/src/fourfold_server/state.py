@@ -6,10 +6,11 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fourfold.client.engine_client import EngineClient
-from fourfold.client.engine_link import EngineState
+from fourfold.contracts.load_balancer import EngineState
 from fourfold.errors import RequestError
 from fourfold.text.served_model import ServedModel
 from fourfold_server.config import ServerConfig
@@ -26,6 +27,10 @@ class ServerState:
     served_names: tuple[str, ...]
     """The first is the one in replies."""
     topology: Callable[[], dict[str, Any]]
+    restart_engine: Callable[[int], None] = field(default=lambda engine: None)
+    """Wishes a replica restarted once its requests have ended."""
+    shared_metrics: Path | None = None
+    """Where all API servers of the deployment keep their instruments; None: there is one."""
     stall_timeout: float = 60.0
     """Seconds without a step, with requests running, after which /health fails."""
     model: ServedModel | None = None
@@ -40,7 +45,7 @@ class ServerState:
     """Of the requests whose bodies are not whole yet."""
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(self.client, self.served_names[0])
+        self.metrics = Metrics(self.client, self.served_names[0], self.shared_metrics)
         self.text_pool = TextPool()
 
     def start_draining(self) -> None:

@@ -42,7 +42,9 @@ async def answer(
     error and no event.
     """
     state, stream = request.state, request.values["stream"]
-    generation = Generation(state.client, request.model.tokenizer, state.metrics, requests, arrival=request.arrival)
+    generation = Generation(
+        state.client, request.model.tokenizer, state.metrics, requests, arrival=request.arrival, rank=request.rank
+    )
     writer = make_writer(
         AnswerHead(
             request_id=request_id,

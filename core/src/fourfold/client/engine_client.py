@@ -1,6 +1,7 @@
 """An API server's connection to all engines: sends requests, hands out outputs, keeps loads. Knows no HTTP and no text.
 
-All methods belong to the event loop that ``start`` was called in; other threads go through ``call_soon_threadsafe``.
+A request outlives its engine: another one goes on from the prompt and the tokens that have come, and whoever asked sees
+nothing of it. All methods belong to the event loop of ``start``; other threads go through ``call_soon_threadsafe``.
 """
 
 from __future__ import annotations
@@ -9,33 +10,43 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 
-from fourfold.client.engine_link import LINGER_MILLISECONDS, EngineLink, EngineState
+from fourfold.client.engine_link import LINGER_MILLISECONDS, EngineLink
+from fourfold.client.in_flight import InFlight, Receiver
+from fourfold.client.load_table import LoadTable
 from fourfold.client.request_stream import RequestStream
-from fourfold.contracts.load_balancer import BalancedRequest, EngineLoad, LoadBalancer
+from fourfold.contracts.load_balancer import BalancedRequest, EngineLoads, EngineState, LoadBalancer
+from fourfold.engine.prefix_cache import prompt_marks, read_marks
 from fourfold.errors import EngineError, ExecutorFailed, RequestError
 from fourfold.messages import (
     AbortRequests,
     AddRequest,
+    ApiServerInput,
     CallUtility,
+    EngineDead,
+    EngineDraining,
     EngineFailed,
-    EngineMessage,
+    EngineNotice,
     EngineOutputs,
     EngineReady,
-    FinishReason,
+    EngineStarting,
+    EngineStats,
+    JoinReports,
+    LoadReports,
     RequestOutput,
     UtilityReply,
 )
 
-Receiver = Callable[[RequestOutput], None]
 MESSAGES_AT_ONCE = 256
 """Read before other tasks of the loop get their turn."""
+JOIN_MILLISECONDS = 60_000
+"""How long the word to the coordinator may wait for it to start."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,16 +61,22 @@ class EngineClient:
         num_engines: int,
         balancer: LoadBalancer,
         *,
+        block_size: int = 16,
         utility_timeout: float = 60.0,
+        coordinated: bool = False,
     ) -> None:
+        """``coordinated``: a coordinator tells how engines stand of which nothing is heard directly."""
         self.api_index = api_index
         self._address = f"ipc://{run_directory}/api-{api_index}"
         self._balancer = balancer
+        self._block_size = block_size
         self._utility_timeout = utility_timeout
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._links = [EngineLink(self._context, run_directory, engine) for engine in range(num_engines)]
-        self._decoder = msgspec.msgpack.Decoder(EngineMessage)
-        self._requests: dict[str, _InFlight] = {}
+        self._table = LoadTable(num_engines, api_index)
+        self._links = [EngineLink(self._context, run_directory, engine, self._table) for engine in range(num_engines)]
+        self._coordinator = f"ipc://{run_directory}/coordinator" if coordinated else None
+        self._decoder = msgspec.msgpack.Decoder(ApiServerInput)
+        self._requests: dict[str, InFlight] = {}
         self._utilities: dict[int, _Utility] = {}
         self._call_ids = itertools.count()
         self._socket: zmq.Socket[bytes] | None = None
@@ -72,6 +89,11 @@ class EngineClient:
         self._socket = self._context.socket(zmq.PULL)
         self._socket.bind(self._address)
         self._loop.add_reader(self._socket.fileno(), self._read)
+        if self._coordinator is not None:
+            with self._context.socket(zmq.PUSH) as joining:
+                joining.setsockopt(zmq.LINGER, JOIN_MILLISECONDS)
+                joining.connect(self._coordinator)
+                joining.send(msgspec.msgpack.encode(JoinReports(client=self.api_index)))
         # The descriptor only tells of changes: what came before it was watched is read now.
         self._loop.call_soon(self._read)
 
@@ -83,37 +105,37 @@ class EngineClient:
         self.open(request, stream.receive)
         return stream
 
-    def open(self, request: AddRequest, receiver: Receiver) -> None:
+    def open(self, request: AddRequest, receiver: Receiver, *, engine: int | None = None) -> None:
         """Send a request; ``receiver`` is called with each output until one has a finish reason.
 
-        A failure of the engine is an output with finish reason ERROR. Raises RequestError with status 503 when no
-        engine takes requests now.
+        ``engine`` is the one to begin on, the balancer's choice by default. When nobody can go on with it, the last
+        output has finish reason ERROR. Raises RequestError with status 503 when no engine takes requests now.
         """
         if request.request_id in self._requests:
             raise EngineError(f"request id {request.request_id!r} is in use")
-        loads = [link.load for link in self._links if link.state is EngineState.READY]
-        if not loads:
-            raise RequestError(f"no engine is ready: {self._describe_states()}", status=503)
-        max_tokens = request.sampling.max_tokens or 0
-        engine = self._balancer.choose(
-            BalancedRequest(
-                prompt_token_ids=request.prompt_token_ids, max_tokens=max_tokens, cache_salt=request.cache_salt
-            ),
-            loads,
-        )
-        link = self._links[engine]
-        link.send(request)
-        in_flight = _InFlight(link, receiver, len(request.prompt_token_ids), max_tokens)
+        in_flight = InFlight(request, receiver)
+        self._place(in_flight, engine)
         self._requests[request.request_id] = in_flight
-        link.begin(in_flight.num_tokens)
+
+    def _place(self, in_flight: InFlight, engine: int | None = None) -> None:
+        if engine is None:
+            engine = self._balancer.choose(self._balanced(in_flight.request), self.loads)
+            if self._links[engine].state is not EngineState.READY:
+                state = self._links[engine].state
+                raise EngineError(f"the load balancer chose engine {engine}, which is {state}; use another one")
+        link = self._links[engine]
+        if link.state is not EngineState.READY:
+            raise RequestError(f"engine {engine} is {link.state}; try again later", status=503)
+        in_flight.place(link)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests now: their receivers hear no more. Ids that are unknown or ended are ignored."""
         ended: dict[int, list[str]] = {}
         for request_id in request_ids:
-            in_flight = self._forget(request_id)
-            if in_flight is not None:
+            in_flight = self._requests.pop(request_id, None)
+            if in_flight is not None and in_flight.link is not None:
                 ended.setdefault(in_flight.link.engine, []).append(request_id)
+                in_flight.leave()
         for engine, ids in ended.items():
             try:
                 self._links[engine].send(AbortRequests(request_ids=ids))
@@ -122,10 +144,10 @@ class EngineClient:
 
     def fail_all(self, reason: str) -> None:
         """End every request with an error that its client sees, as when a drain runs out of time."""
-        requests = {request_id: in_flight.receiver for request_id, in_flight in self._requests.items()}
+        requests = dict(self._requests)
         self.abort(list(requests))
-        for request_id, receiver in requests.items():
-            _deliver(receiver, _failure(request_id, reason))
+        for in_flight in requests.values():
+            in_flight.fail(reason)
 
     async def call_utility(self, engine: int, method: str, **arguments: Any) -> Any:
         """Call a named method of an engine core. Raises EngineError: refused, failed, dead, or no reply in time."""
@@ -159,9 +181,9 @@ class EngineClient:
         return self._links
 
     @property
-    def loads(self) -> list[EngineLoad]:
-        """One an engine."""
-        return [link.load for link in self._links]
+    def loads(self) -> EngineLoads:
+        """What the balancer sees."""
+        return self._table.loads
 
     @property
     def num_requests(self) -> int:
@@ -182,14 +204,31 @@ class EngineClient:
                 return f"engine {link.engine} has {link.num_requests} requests and finished no step for {idle:.1f} s"
         return None
 
+    def hear(self, notice: EngineNotice) -> None:
+        """What the supervisor says of an engine."""
+        match notice:
+            case EngineStarting():
+                self.set_incarnation(notice.engine, notice.incarnation)
+            case EngineReady():
+                self.mark_ready(notice)
+            case EngineDraining():
+                link = self._links[notice.engine]
+                if notice.incarnation == link.incarnation and link.state is EngineState.READY:
+                    link.state = EngineState.DRAINING
+            case EngineDead():
+                link = self._links[notice.engine]
+                if notice.incarnation == link.incarnation and link.state is not EngineState.DEAD:
+                    self.mark_dead(notice.engine, notice.reason, planned=notice.planned)
+
     def set_incarnation(self, engine: int, incarnation: int) -> None:
-        """Expect this incarnation; requests of another end with an error, messages of another are dropped."""
+        """Expect this incarnation; requests of another have to leave it, messages of another are dropped."""
         link = self._links[engine]
         if link.incarnation == incarnation:
             return
         if link.incarnation is not None and link.state is not EngineState.DEAD:
             self.mark_dead(engine, f"replaced by incarnation {incarnation}")
         link.reset(incarnation)
+        self._balancer.learn_prefixes(engine, read_marks(b""))
 
     def mark_ready(self, ready: EngineReady) -> None:
         """Let an engine have requests; a notice of an older incarnation than the present one is ignored."""
@@ -201,9 +240,14 @@ class EngineClient:
         self.set_incarnation(ready.engine, ready.incarnation)
         link.ready = ready
         link.state = EngineState.READY
+        self._place_again([one for one in self._requests.values() if one.link is None])
 
-    def mark_dead(self, engine: int, reason: str) -> None:
-        """End an engine's requests and calls with an error, at once."""
+    def mark_dead(self, engine: int, reason: str, *, planned: bool = False) -> None:
+        """Let an engine's requests go on on others, from where they are; end its calls with an error.
+
+        Where there is no other engine at all, or where one died with it before, a request ends with an error too.
+        ``planned``: the engine was ended on purpose, so that its requests are not to blame.
+        """
         link = self._links[engine]
         link.state, link.reason, link.ready = EngineState.DEAD, reason, None
         link.close()
@@ -212,11 +256,44 @@ class EngineClient:
                 utility.future.set_exception(
                     ExecutorFailed(f"engine {engine} died during {utility.method!r}: {reason}")
                 )
-        lost = {key: value.receiver for key, value in self._requests.items() if value.link is link}
-        for request_id in lost:
-            self._forget(request_id)
-        for request_id, receiver in lost.items():
-            _deliver(receiver, _failure(request_id, f"engine {engine} failed: {reason}"))
+        homeless = [one for one in self._requests.values() if one.link is link]
+        message = f"engine {engine} failed: {reason}"
+        if len(self._links) == 1:
+            self._fail(homeless, message)
+            return
+        suspects = [one for one in homeless if not one.bury(engine, planned=planned)]
+        self._fail(suspects, f"{message}; another engine died with this request before, so it is not tried again")
+        self._place_again([one for one in homeless if one not in suspects])
+        if homeless:
+            logger.warning("%s; %d of its requests go on elsewhere", message, len(homeless) - len(suspects))
+
+    def _place_again(self, homeless: list[InFlight]) -> None:
+        """Find another engine for each; without a ready one they wait for the next that gets ready."""
+        for in_flight in homeless:
+            if EngineState.READY not in self.engine_states:
+                return
+            if in_flight.request.request_id not in self._requests:  # aborted by the receiver of another
+                continue
+            try:
+                self._place(in_flight)
+            except RequestError as error:
+                self._fail([in_flight], str(error))
+
+    def _fail(self, requests: list[InFlight], reason: str) -> None:
+        """End requests with an error that their clients see."""
+        for in_flight in requests:
+            in_flight.leave()
+            self._requests.pop(in_flight.request.request_id, None)
+        for in_flight in requests:  # receivers may call back
+            in_flight.fail(reason)
+
+    def report(self, engine: int, incarnation: int, stats: EngineStats) -> None:
+        """Take an engine's report, whichever way it came; ignore that of another incarnation and one that is older."""
+        link = self._links[engine]
+        if incarnation != link.incarnation or link.state is EngineState.DEAD or not link.report(stats):
+            return
+        if stats.prefix_marks is not None:
+            self._balancer.learn_prefixes(engine, read_marks(stats.prefix_marks))
 
     def close(self) -> None:
         """Close all sockets; requests still in flight end with an error. Twice is harmless."""
@@ -250,6 +327,10 @@ class EngineClient:
         except msgspec.DecodeError as error:
             logger.error("dropped a message that is none of an engine's: %s", error)
             return
+        if isinstance(message, LoadReports):
+            for report in message.reports:
+                self.report(report.engine, report.incarnation, report.stats)
+            return
         if not 0 <= message.engine < len(self._links):
             logger.error("dropped a message of engine %d; there are %d", message.engine, len(self._links))
             return
@@ -264,7 +345,7 @@ class EngineClient:
             case EngineOutputs():
                 for output in message.outputs:
                     self._hand_out(output)
-                link.report(message.stats)
+                self.report(message.engine, message.incarnation, message.stats)
             case EngineFailed():
                 self.mark_dead(message.engine, message.message)
             case UtilityReply():
@@ -274,11 +355,11 @@ class EngineClient:
         in_flight = self._requests.get(output.request_id)
         if in_flight is None:
             return
+        in_flight.take(output.token_ids)
         if output.finish_reason is not None:
-            self._forget(output.request_id)
-        elif output.token_ids:
-            in_flight.count(len(output.token_ids))
-        if not _deliver(in_flight.receiver, output):
+            in_flight.leave()
+            del self._requests[output.request_id]
+        if not in_flight.deliver(output):
             self.abort([output.request_id])
 
     def _answer(self, reply: UtilityReply) -> None:
@@ -292,33 +373,13 @@ class EngineClient:
                 EngineError(f"{utility.method!r} failed on engine {reply.engine}: {reply.error}")
             )
 
-    def _forget(self, request_id: str) -> _InFlight | None:
-        in_flight = self._requests.pop(request_id, None)
-        if in_flight is not None:
-            in_flight.link.end(in_flight.num_tokens)
-        return in_flight
-
-    def _describe_states(self) -> str:
-        return ", ".join(f"engine {link.engine} is {link.state}" for link in self._links)
-
-
-class _InFlight:
-    """A request that has not ended, and what it still costs its engine."""
-
-    __slots__ = ("link", "num_prompt_tokens", "num_tokens", "receiver")
-
-    def __init__(self, link: EngineLink, receiver: Receiver, num_prompt_tokens: int, max_tokens: int) -> None:
-        self.link = link
-        self.receiver = receiver
-        self.num_prompt_tokens = num_prompt_tokens
-        self.num_tokens = num_prompt_tokens + max_tokens
-
-    def count(self, num_output_tokens: int) -> None:
-        """With the first output the prompt is done."""
-        done = min(self.num_tokens, self.num_prompt_tokens + num_output_tokens)
-        self.num_prompt_tokens = 0
-        self.num_tokens -= done
-        self.link.progress(done)
+    def _balanced(self, request: AddRequest) -> BalancedRequest:
+        tokens, salt = request.prompt_token_ids, request.cache_salt
+        return BalancedRequest(
+            num_prompt_tokens=len(tokens),
+            max_tokens=request.sampling.max_tokens or 0,
+            read_marks=lambda: prompt_marks(tokens, self._block_size, salt),
+        )
 
 
 class _Utility:
@@ -330,17 +391,3 @@ class _Utility:
         self.engine = engine
         self.method = method
         self.future = future
-
-
-def _deliver(receiver: Receiver, output: RequestOutput) -> bool:
-    """Whether the receiver took it: one that fails must not hurt the other requests of the message."""
-    try:
-        receiver(output)
-    except Exception:
-        logger.exception("the receiver of request %s failed", output.request_id)
-        return False
-    return True
-
-
-def _failure(request_id: str, reason: str) -> RequestOutput:
-    return RequestOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=reason, error_status=503)

@@ -1,15 +1,15 @@
-"""One engine as an API server sees it: its socket, its state and its load. Knows no request's content."""
+"""One engine as an API server sees it: its socket, its state and its progress. Knows no request's content."""
 
 from __future__ import annotations
 
 import time
-from enum import StrEnum
 from pathlib import Path
 
 import msgspec
 import zmq
 
-from fourfold.contracts.load_balancer import EngineLoad
+from fourfold.client.load_table import LoadTable
+from fourfold.contracts.load_balancer import EngineState
 from fourfold.errors import RequestError
 from fourfold.messages import EngineInput, EngineReady, EngineStats
 
@@ -19,34 +19,22 @@ LINGER_MILLISECONDS = 100
 """How long the last aborts may take to leave when everything closes."""
 
 
-class EngineState(StrEnum):
-    """Whether an engine may get requests."""
-
-    STARTING = "starting"
-    READY = "ready"
-    DEAD = "dead"
-
-
 class EngineLink:
     """The way to one engine. A new incarnation gets a new socket, so that nothing meant for the old one reaches it."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], run_directory: Path, engine: int) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], run_directory: Path, engine: int, table: LoadTable
+    ) -> None:
         self.engine = engine
-        self.state = EngineState.STARTING
         self.incarnation: int | None = None
         """None until the first one is known; messages of others are dropped."""
         self.ready: EngineReady | None = None
         self.stats = EngineStats()
         self.reason = ""
         """Why it is dead."""
-        self.num_requests = 0
-        """Requests of this API server that have not ended."""
-        self.num_tokens = 0
-        """Prompt tokens not yet computed and output tokens not yet received of these requests."""
         self.last_progress = time.monotonic()
         """When a step was last heard of, or waited for anew."""
-        self._foreign_requests = 0
-        self._foreign_tokens = 0
+        self._table = table
         self._context = context
         self._address = f"ipc://{run_directory}/engine-{engine}"
         self._encoder = msgspec.msgpack.Encoder()
@@ -60,7 +48,7 @@ class EngineLink:
         self.ready = None
         self.stats = EngineStats()
         self.reason = ""
-        self._foreign_requests = self._foreign_tokens = 0
+        self._table.forget_report(self.engine)
 
     def send(self, message: EngineInput) -> None:
         """Queue a message; raises RequestError with status 503 if the engine reads none."""
@@ -79,40 +67,45 @@ class EngineLink:
             self._socket.close(linger)
             self._socket = None
 
+    @property
+    def state(self) -> EngineState:
+        """Whether it may get requests."""
+        return self._table.loads.states[self.engine]
+
+    @state.setter
+    def state(self, state: EngineState) -> None:
+        self._table.set_state(self.engine, state)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of this API server that have not ended."""
+        return self._table.own_requests(self.engine)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens not yet computed and output tokens not yet received of these requests."""
+        return self._table.own_tokens(self.engine)
+
     def begin(self, num_tokens: int) -> None:
         """Count a request that was sent."""
         if self.num_requests == 0:
             self.last_progress = time.monotonic()
-        self.num_requests += 1
-        self.num_tokens += num_tokens
+        self._table.begin(self.engine, num_tokens)
 
     def progress(self, num_tokens: int) -> None:
         """Count tokens that a request needs no more."""
-        self.num_tokens -= num_tokens
+        self._table.progress(self.engine, num_tokens)
 
     def end(self, num_tokens: int) -> None:
         """Count a request that ended with this many tokens still expected."""
-        self.num_requests -= 1
-        self.num_tokens -= num_tokens
+        self._table.end(self.engine, num_tokens)
 
-    def report(self, stats: EngineStats) -> None:
-        """Take the engine's own report; what exceeds this API server's requests is other servers' load."""
+    def report(self, stats: EngineStats) -> bool:
+        """Take a report of this incarnation; False if a later one is known already."""
+        if stats.version < self.stats.version:
+            return False
         if stats.num_steps != self.stats.num_steps:
             self.last_progress = time.monotonic()
         self.stats = stats
-        self._foreign_requests = max(0, stats.num_running + stats.num_waiting - self.num_requests)
-        self._foreign_tokens = max(0, stats.num_queued_tokens - self.num_tokens)
-
-    @property
-    def load(self) -> EngineLoad:
-        """The last report, corrected by what was sent and received since."""
-        total = self.num_requests + self._foreign_requests
-        num_running = min(self.stats.num_running, total)
-        return EngineLoad(
-            engine=self.engine,
-            ready=self.state is EngineState.READY,
-            num_running=num_running,
-            num_waiting=total - num_running,
-            num_queued_tokens=self.num_tokens + self._foreign_tokens,
-            kv_cache_usage=self.stats.kv_cache_usage,
-        )
+        self._table.report(self.engine, stats)
+        return True

@@ -10,18 +10,18 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import msgspec
 
+from fourfold.client.replicas import Replicas
 from fourfold.client.request_result import CompletionOutput, RequestResult
 from fourfold.config.engine_config import EngineConfig
 from fourfold.config.options import build_engine_config
 from fourfold.config.resolution import resolve
 from fourfold.engine.build import build_engine
-from fourfold.engine.engine_core import EngineCore
 from fourfold.engine.executor_client import ExecutorClient
-from fourfold.errors import ConfigError, EngineError, ExecutorClosed, RequestError
+from fourfold.errors import ConfigError, EngineError, ExecutorClosed, RequestError, Unsupported
 from fourfold.messages import AddRequest, FinishReason, RequestOutput
 from fourfold.plugins import load_plugins
 from fourfold.sampling_params import MAX_SEED, SamplingParams
@@ -45,6 +45,8 @@ class LLM:
     def __init__(self, model: str | EngineConfig = "smollm2", **options: object) -> None:
         """``options`` are those of ``fourfold serve``, with underscores, or ``model`` is a whole config.
 
+        With ``data_parallel_size`` above 1 the engines are processes of their own.
+
         Raises ConfigError, PluginError, and EngineError for a rank that failed.
         """
         registry = load_plugins()
@@ -58,16 +60,23 @@ class LLM:
         self._text = load_served_model(self.config, registry)
         self.tokenizer = self._text.tokenizer
         self._events = registry.events
-        built = build_engine(self.config, registry)
         self.vocabulary_size = self._text.vocabulary_size
         """Token ids are 0 to this, exclusive."""
-        self._core: EngineCore | None = built.core
-        self._client = built.client
-        self._ready = built.ready
+        self._core: _Core | None
+        self._client: ExecutorClient | None
+        several = self.config.parallel.data_parallel_size > 1
+        # Replicas that somebody else launched are each a process like this one.
+        if several and not registry.executors()[self.config.backends.executor].offline_only:
+            replicas = Replicas(self.config, registry)
+            self._core, self._client, self._ready = replicas, None, replicas.ready
+        else:
+            built = build_engine(self.config, registry)
+            self._core, self._client, self._ready = built.core, built.client, built.ready
         self._seeds = random.Random(self.config.model.effective_seed)
         self._serial = itertools.count()
         self._pid = os.getpid()
-        self._events.engine_started(self._ready)
+        if self._client is not None:  # processes of their own tell their plugins themselves
+            self._events.engine_started(self._ready)
 
     def __enter__(self) -> Self:
         return self
@@ -84,7 +93,8 @@ class LLM:
             try:
                 core.shutdown()
             finally:
-                self._events.engine_stopped(self._ready)
+                if self._client is not None:
+                    self._events.engine_stopped(self._ready)
 
     def save_sharded_state(self, folder: str | os.PathLike[str]) -> None:
         """Save what every rank holds of the weights into a new folder; ``LLM(folder)`` loads it, at any cut.
@@ -145,6 +155,8 @@ class LLM:
     def _open_client(self) -> ExecutorClient:
         if self._core is None:
             raise ExecutorClosed("this LLM is closed; build another one")
+        if self._client is None:
+            raise Unsupported("an LLM of several replicas cannot do this; build one with data_parallel_size=1")
         return self._client
 
     def _encode(self, prompt: Prompt, place: int) -> _Encoded:
@@ -220,6 +232,22 @@ class LLM:
             yield _Choice(request, OutputProcessor(self.tokenizer, request.sampling, prompt.token_ids), Delta(), [])
 
 
+class _Core(Protocol):
+    """An engine core in this process, or several in others."""
+
+    def add(self, request: AddRequest) -> RequestOutput | None:
+        """Take a request; returns its only output if it is refused."""
+
+    def step(self) -> Mapping[int, list[RequestOutput]]:
+        """Advance; returns what came."""
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests."""
+
+    def shutdown(self) -> None:
+        """End everything."""
+
+
 class _Encoded(NamedTuple):
     """A prompt as the engine gets it."""
 
@@ -240,7 +268,7 @@ class _Choice(NamedTuple):
 class _Batch:
     """Runs choices to their ends; whatever interrupts it, none is left in the engine."""
 
-    def __init__(self, core: EngineCore, choices: Sequence[_Choice], *, limit: int) -> None:
+    def __init__(self, core: _Core, choices: Sequence[_Choice], *, limit: int) -> None:
         self._core = core
         self._limit = limit
         self._waiting = iter(choices)

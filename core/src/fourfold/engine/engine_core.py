@@ -133,6 +133,10 @@ class EngineCore:
                 output = RequestOutput(request_id=request_id, finish_reason=FinishReason.ABORT)
                 self._tell_finished({request.client: [output]})
 
+    def abort_client(self, client: int) -> None:
+        """End all requests of an API server without another output."""
+        self.abort([name for name, request in self._scheduler.requests.items() if request.client == client])
+
     def step(self) -> dict[int, list[RequestOutput]]:
         """Fill the air with steps, wait for the oldest, and return what it brought: client -> outputs.
 
@@ -179,6 +183,10 @@ class EngineCore:
         """Forget all cached prefixes; running requests go on."""
         self._scheduler.reset_prefix_cache()
 
+    def prefix_marks(self) -> bytes:
+        """What the prefix cache holds, as ``EngineStats.prefix_marks``; some 0.1 ms."""
+        return self._scheduler.prefix_marks()
+
     def on_failure(self, callback: Callable[[EngineError], None]) -> None:
         """Call back once, on any thread, when the workers are lost for good; at once if they are."""
         self._client.on_failure(callback)
@@ -210,7 +218,7 @@ class EngineCore:
         scheduler = self._scheduler
         if request.request_id in scheduler.requests:
             raise RequestError(f"there is a request called {request.request_id!r} already; choose another id")
-        if scheduler.num_waiting >= self._max_num_waiting + scheduler.num_vacant:
+        if not request.attempt and scheduler.num_waiting >= self._max_num_waiting + scheduler.num_vacant:
             raise RequestError(f"{scheduler.num_waiting} requests are waiting; try again later", status=429)
         prompt = request.prompt_token_ids
         if not prompt:
@@ -222,9 +230,10 @@ class EngineCore:
                 parameter="prompt",
                 code="context_length_exceeded",
             )
-        if len(prompt) > self._capacity:
+        num_known = len(prompt) + len(request.output_token_ids)
+        if num_known > self._capacity:
             raise RequestError(
-                f"the prompt has {len(prompt)} tokens and the KV cache holds {self._capacity}", parameter="prompt"
+                f"the prompt has {num_known} tokens and the KV cache holds {self._capacity}", parameter="prompt"
             )
         if min(prompt) < 0 or max(prompt) >= self._vocabulary_size:
             worst = min(prompt) if min(prompt) < 0 else max(prompt)

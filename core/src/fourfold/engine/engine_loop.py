@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,9 +21,12 @@ from fourfold.messages import (
     AbortRequests,
     AddRequest,
     CallUtility,
+    DrainEngine,
     EngineInput,
     EngineMessage,
+    EngineOrder,
     EngineOutputs,
+    EngineReport,
     EngineStats,
     FinishReason,
     RequestOutput,
@@ -38,7 +43,14 @@ _MAX_QUEUED_OUTPUTS = 4096
 """Messages waiting for one API server; some 40 s of steps of 10 ms."""
 _STATS_INTERVAL = 0.25
 """Seconds after which an API server without outputs hears the stats of a working engine."""
+_REPORT_INTERVAL = 0.05
+"""The same for the coordinator, which publishes every 0.1 s."""
+_MAX_QUEUED_REPORTS = 16
+_MARKS_INTERVAL = 1.0
+"""Seconds between descriptions of a working engine's prefix cache; balancers know themselves what they sent since."""
 _RETRY_MILLISECONDS = 500
+_LATECOMER_MILLISECONDS = 100
+"""How long an engine that drains waits for requests that were sent before their senders knew."""
 
 
 class Core(Protocol):
@@ -58,14 +70,30 @@ class Core(Protocol):
     def abort(self, request_ids: list[str]) -> None:
         """End requests; unknown ids are ignored."""
 
+    def abort_client(self, client: int) -> None:
+        """End all requests of an API server."""
+
     def step(self) -> Mapping[int, list[RequestOutput]]:
         """Advance; returns the outputs of each API server."""
+
+    def prefix_marks(self) -> bytes:
+        """What the prefix cache holds."""
 
 
 class EngineLoop:
     """Owns the engine's sockets. ``run`` returns after ``stop``, which any thread may call."""
 
-    def __init__(self, core: Core, *, run_directory: Path, engine: int, incarnation: int, num_api_servers: int) -> None:
+    def __init__(
+        self,
+        core: Core,
+        *,
+        run_directory: Path,
+        engine: int,
+        incarnation: int,
+        num_api_servers: int,
+        coordinated: bool = False,
+    ) -> None:
+        """``coordinated``: a coordinator hears how the engine stands, and tells API servers."""
         self._core = core
         self._engine = engine
         self._incarnation = incarnation
@@ -73,33 +101,56 @@ class EngineLoop:
         self._inputs = self._context.socket(zmq.PULL)
         self._inputs.bind(f"ipc://{run_directory}/engine-{engine}")
         self._clients = [
-            _ApiServer(self._context, f"ipc://{run_directory}/api-{index}") for index in range(num_api_servers)
+            _Peer(self._context, f"ipc://{run_directory}/api-{index}", _MAX_QUEUED_OUTPUTS)
+            for index in range(num_api_servers)
         ]
+        self._coordinator = (
+            _Peer(self._context, f"ipc://{run_directory}/coordinator", _MAX_QUEUED_REPORTS) if coordinated else None
+        )
+        self._orders: deque[EngineOrder] = deque()
+        self._draining = False
         self._wake_lock = threading.Lock()
         self._stop_event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poller = zmq.Poller()
         self._poller.register(self._inputs, zmq.POLLIN)
         self._poller.register(self._stop_event, zmq.POLLIN)
         self._decoder = msgspec.msgpack.Decoder(EngineInput)
+        self._marks = b""
+        self._marks_time = 0.0
         self._stopping = False
         self._failure: Exception | None = None
 
     def run(self) -> None:
-        """Serve until ``stop``; whatever the core raises in a step comes out, and what ``fail`` was told."""
-        while not self._stopping:
+        """Serve until ``stop``, or until an ordered drain is over.
+
+        Whatever the core raises in a step comes out, and what ``fail`` was told.
+        """
+        while True:
+            self._take_orders()
+            if self._stopping:
+                return
             if self._failure is not None:
                 raise self._failure
             self._take_inputs()
             if self._core.has_work:
                 self._send_step(self._core.step())
+                continue
+            self._publish_stats()
+            if self._draining:
+                if not self._poller.poll(_LATECOMER_MILLISECONDS):
+                    return
             else:
-                self._publish_stats()
                 # Nothing to do until something arrives, but for a client that has yet to hear of its losses.
                 self._poller.poll(_RETRY_MILLISECONDS if any(client.lost for client in self._clients) else None)
 
     def stop(self) -> None:
         """Let ``run`` return after the step that it is in."""
         self._stopping = True
+        self._wake()
+
+    def order(self, order: EngineOrder) -> None:
+        """Have an order carried out between two steps. From any thread."""
+        self._orders.append(order)
         self._wake()
 
     def fail(self, error: Exception) -> None:
@@ -118,6 +169,19 @@ class EngineLoop:
         with self._wake_lock:
             if self._stop_event >= 0:
                 os.eventfd_write(self._stop_event, 1)
+
+    def _take_orders(self) -> None:
+        # First of all: whoever wakes the loop has said before what for.
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._stop_event)
+        while self._orders:
+            order = self._orders.popleft()
+            if isinstance(order, DrainEngine):
+                self._draining = True
+            else:
+                self._take_inputs()  # what it sent before it died
+                self._core.abort_client(order.client)
+                self._clients[order.client] = self._clients[order.client].renewed()
 
     def _take_inputs(self) -> None:
         for _ in range(_MAX_INPUTS_PER_STEP):
@@ -167,50 +231,96 @@ class EngineLoop:
         )
 
     def _send_step(self, outputs: Mapping[int, list[RequestOutput]]) -> None:
+        now = time.monotonic()
         for index, client in enumerate(self._clients):
             mine = outputs.get(index, [])
-            if mine or client.lost or time.monotonic() - client.last_send > _STATS_INTERVAL:
+            due = self._coordinator is None and now - client.last_send > _STATS_INTERVAL
+            if mine or client.lost or due:
                 self._send_outputs(client, mine)
+        if self._coordinator is not None and now - self._coordinator.last_send > _REPORT_INTERVAL:
+            self._report(self._coordinator)
 
     def _publish_stats(self) -> None:
         """While there is nothing to do: tell who does not know how things stand."""
-        for client in self._clients:
-            if client.lost or client.last_stats != self._core.stats:
-                self._send_outputs(client, [])
+        if self._coordinator is not None:
+            stale = [client for client in self._clients if client.lost]
+            if self._coordinator.last_stats != self._core.stats:
+                self._marks_time = 0.0  # nobody is delayed by it, and it may be a while until there is more to say
+                self._report(self._coordinator)
+        else:
+            stale = [client for client in self._clients if client.lost or client.last_stats != self._core.stats]
+            if stale:
+                self._marks_time = 0.0
+        for client in stale:
+            self._send_outputs(client, [])
 
-    def _send_outputs(self, client: _ApiServer, outputs: list[RequestOutput]) -> None:
+    def _send_outputs(self, client: _Peer, outputs: list[RequestOutput]) -> None:
         """Send outputs and stats. Requests whose outputs find no room end, and the client hears of it later."""
-        stats = copy.copy(self._core.stats)
+        known = copy.copy(self._core.stats)
+        stats = known if self._coordinator is not None else self._with_marks(known, client)
         lost = [_failure(name, "the API server was too slow to take the outputs") for name in client.lost]
         message = EngineOutputs(engine=self._engine, incarnation=self._incarnation, outputs=lost + outputs, stats=stats)
         if client.send(message):
             client.lost.clear()
-            client.last_stats, client.last_send = stats, time.monotonic()
+            client.note(known, self._marks)
         elif outputs:
             client.lost.update(output.request_id for output in outputs)
             self._core.abort([output.request_id for output in outputs])
 
+    def _report(self, coordinator: _Peer) -> None:
+        known = copy.copy(self._core.stats)
+        stats = self._with_marks(known, coordinator)
+        coordinator.send(EngineReport(engine=self._engine, incarnation=self._incarnation, stats=stats))
+        coordinator.note(
+            known, self._marks
+        )  # one that takes nothing is being restarted, and starts from what comes next
 
-class _ApiServer:
-    """The way to one API server, and what it missed."""
+    def _with_marks(self, known: EngineStats, peer: _Peer) -> EngineStats:
+        """The stats for a peer, with what the prefix cache holds if it does not know."""
+        now = time.monotonic()
+        if now - self._marks_time > _MARKS_INTERVAL:
+            self._marks, self._marks_time = self._core.prefix_marks(), now
+        if peer.marks == self._marks:
+            return known
+        stats = copy.copy(known)
+        stats.prefix_marks = self._marks
+        return stats
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+
+class _Peer:
+    """The way to an API server or to the coordinator, and what it knows."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, max_queued: int) -> None:
         self.lost: set[str] = set()
         """Requests that ended because their outputs could not be sent."""
         self.last_stats: EngineStats | None = None
         self.last_send = 0.0
+        self.marks = b""
+        """What it was told of the prefix cache."""
+        self._context = context
+        self._address = address
+        self._max_queued = max_queued
         self._socket = context.socket(zmq.PUSH)
-        self._socket.set_hwm(_MAX_QUEUED_OUTPUTS)
+        self._socket.set_hwm(max_queued)
         self._socket.connect(address)
         self._encoder = msgspec.msgpack.Encoder()
 
-    def send(self, message: EngineMessage) -> bool:
+    def send(self, message: EngineMessage | EngineReport) -> bool:
         """Send without waiting; False when too many messages wait already."""
         try:
             self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True
+
+    def note(self, stats: EngineStats, marks: bytes) -> None:
+        """Remember what was sent just now."""
+        self.last_stats, self.last_send, self.marks = stats, time.monotonic(), marks
+
+    def renewed(self) -> _Peer:
+        """The way to the process that takes its place; what waits for the old one is dropped."""
+        self._socket.close(0)
+        return _Peer(self._context, self._address, self._max_queued)
 
 
 def _failure(request_id: str, message: str) -> RequestOutput:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from fourfold.contracts.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from fourfold.engine.block_pool import NULL_BLOCK, BlockPool
-from fourfold.engine.prefix_cache import extend_chain, longest_hit
+from fourfold.engine.prefix_cache import PrefixSketch, extend_chain, longest_hit
 from fourfold.engine.request import Request
 from fourfold.errors import ConfigError
 
@@ -54,6 +54,8 @@ class KVCacheManager:
             max(1, window_blocks(group.spec) - 1) if group.spec.sliding_window else 0 for group in cache.groups
         ]
         self._windowed = [index for index, window in enumerate(self._windows) if window]
+        # A group without a window says most: what it has lost, no request can find.
+        self._sketch = PrefixSketch(self.pools[self._windows.index(min(self._windows))])
 
     @property
     def usage(self) -> float:
@@ -102,6 +104,7 @@ class KVCacheManager:
             request.blocks.append(blocks)
         request.block_capacity = min(map(len, request.blocks)) * size
         request.num_remembered = num_hit
+        self._sketch.found(request.digests, num_hit)
         request.num_trimmed = [max(0, num_hit - window) if window else 0 for window in self._window_blocks]
         return num_tokens
 
@@ -129,6 +132,7 @@ class KVCacheManager:
             for pool, table in zip(self.pools, request.blocks):
                 for index in range(request.num_remembered, full):
                     pool.remember(table[index], request.digests[index])
+            self._sketch.filled(request.digests, request.num_remembered, full)
             request.num_remembered = full
         for group in self._windowed:
             keep_from = max(0, request.num_confirmed - self._windows[group] + 1) // self.block_size
@@ -141,6 +145,7 @@ class KVCacheManager:
 
     def release(self, request: Request) -> None:
         """Take back all blocks of ``request``. Only when no step in the air names them."""
+        self._sketch.ended(request.digests, request.num_remembered)
         for pool, table in zip(self.pools, request.blocks):
             pool.release(table)
         request.blocks = []
@@ -150,6 +155,10 @@ class KVCacheManager:
         """Forget all cached prefixes; requests keep their blocks."""
         for pool in self.pools:
             pool.forget_all()
+
+    def prefix_marks(self) -> bytes:
+        """What the prefix cache holds, as ``EngineStats.prefix_marks``."""
+        return self._sketch.marks()
 
     def _hit_blocks(self, request: Request, group: int, num_hit: int) -> list[int]:
         """The table entries of the first ``num_hit`` blocks: cached ones, null ones before the window."""

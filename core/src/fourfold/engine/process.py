@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from fourfold.errors import ConfigError, PluginError
-from fourfold.messages import EngineFailed
+from fourfold.messages import EngineFailed, EngineOrder
 from fourfold.supervision.process_title import name_process
 from fourfold.supervision.run_directory import CONFIG_FILE
 
@@ -42,6 +42,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--engine", type=int, required=True)
     parser.add_argument("--incarnation", type=int, required=True)
     parser.add_argument("--num-api-servers", type=int, required=True)
+    parser.add_argument("--coordinated", action="store_true")
     parser.add_argument("--log-level", required=True)
     return parser.parse_args()
 
@@ -62,7 +63,10 @@ def _serve(link: ParentLink, arguments: argparse.Namespace) -> None:
         engine=arguments.engine,
         incarnation=arguments.incarnation,
         num_api_servers=arguments.num_api_servers,
+        coordinated=arguments.coordinated,
     )
+    orders = msgspec.msgpack.Decoder(EngineOrder)
+    link.on_message(lambda message: loop.order(orders.decode(message)))
     link.on_stop(loop.stop)
     built.core.on_failure(loop.fail)
     # What lives now lives for good: the collector need not look at it again in the middle of a step.

@@ -17,6 +17,17 @@ class Status(IntEnum):
     FINISHED = 3
 
 
+class Share:
+    """What the requests of one API server ask of the engine."""
+
+    __slots__ = ("num_requests", "num_tokens")
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        self.num_tokens = 0
+        """Positions not yet computed, to the end of the longest output that each may have."""
+
+
 class Request:
     """Counts come in two kinds: scheduled ones run ahead, confirmed ones follow as steps return."""
 
@@ -44,6 +55,7 @@ class Request:
         "request_id",
         "sampling",
         "scheduled_step",
+        "share",
         "slot",
         "status",
         "stop_token_id",
@@ -63,12 +75,14 @@ class Request:
         """The policy's key and, last, a serial number: a total order."""
         self.status = Status.WAITING
 
-        self.token_ids = list(request.prompt_token_ids)
+        self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         """Prompt and accepted output."""
-        self.num_prompt = len(self.token_ids)
+        self.num_prompt = len(request.prompt_token_ids)
+        self.share = Share()
+        """Its API server's, from ``Scheduler.add`` on; counts it until ``Scheduler.finish``."""
         self.max_total = max_total
         """Prompt and output tokens at most."""
-        self.num_tokens = self.num_prompt
+        self.num_tokens = len(self.token_ids)
         """``token_ids`` and the tokens that steps in the air will bring."""
         self.num_computed = 0
         """Positions whose computation is scheduled."""
@@ -91,8 +105,8 @@ class Request:
         """Blocks offered to the prefix cache."""
         self.num_trimmed: list[int] = []
         """For each group the blocks given back because they left the window."""
-        self.num_cached_tokens = -1
-        """Prompt tokens found in the prefix cache at the first admission; -1: not yet admitted."""
+        self.num_cached_tokens = 0 if request.output_token_ids else -1
+        """Prompt tokens found in the prefix cache at the first admission; -1: not yet admitted anywhere."""
         self.prompt_logprobs: list[TokenLogprobs] = []
 
     @property

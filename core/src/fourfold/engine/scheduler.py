@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from fourfold.contracts.scheduling_policy import SchedulingPolicy
 from fourfold.engine.kv_cache_manager import KVCacheManager
-from fourfold.engine.request import Request, Status
+from fourfold.engine.request import Request, Share, Status
 from fourfold.engine.waiting_queue import WaitingQueue
 from fourfold.errors import EngineError
 from fourfold.messages import (
@@ -65,6 +65,8 @@ class Scheduler:
         """Finished or preempted while steps in the air name them; they hold slot and blocks until those return."""
         self._num_returning = 0
         """How many of these are preempted and will wait again."""
+        self._shares: dict[int, Share] = {}
+        """By API server."""
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._ended: list[int] = []
         self._next_step = 0
@@ -90,6 +92,8 @@ class Scheduler:
         stats = self.stats
         stats.num_running = self.num_running
         stats.num_waiting = self.num_waiting
+        stats.shares = {client: (share.num_requests, share.num_tokens) for client, share in self._shares.items()}
+        stats.num_queued_tokens = sum(share.num_tokens for share in self._shares.values())
         stats.kv_cache_usage = self._cache.usage
         return stats
 
@@ -99,7 +103,9 @@ class Scheduler:
         self._serial += 1
         self.requests[request.request_id] = request
         self._waiting.push(request)
-        self.stats.num_queued_tokens += request.max_total
+        request.share = self._shares.setdefault(request.client, Share())
+        request.share.num_requests += 1
+        request.share.num_tokens += request.max_total
 
     # --- a step goes out -----------------------------------------------------------------------------------------
 
@@ -292,7 +298,7 @@ class Scheduler:
             self.finish(request)
             return failure(request.request_id, output.errors[entry.slot])
         confirmed = entry.num_computed + entry.num_tokens
-        self.stats.num_queued_tokens -= confirmed - request.num_confirmed
+        request.share.num_tokens -= confirmed - request.num_confirmed
         request.num_confirmed = confirmed
         self._cache.confirm(request)
         if output.prompt_logprobs and request.wants_prompt_logprobs:
@@ -322,7 +328,7 @@ class Scheduler:
             result.prompt_logprobs = [None, *request.prompt_logprobs]
 
     def _set_confirmed(self, request: Request, num_positions: int) -> None:
-        self.stats.num_queued_tokens -= num_positions - request.num_confirmed
+        request.share.num_tokens -= num_positions - request.num_confirmed
         request.num_confirmed = num_positions
 
     # --- a request ends ------------------------------------------------------------------------------------------
@@ -335,7 +341,8 @@ class Scheduler:
         request.status = Status.FINISHED
         del self.requests[request.request_id]
         self.stats.requests_finished += 1
-        self.stats.num_queued_tokens -= request.max_total - request.num_confirmed
+        request.share.num_requests -= 1
+        request.share.num_tokens -= request.max_total - request.num_confirmed
         if previous is Status.WAITING:
             self._waiting.withdraw()
         elif previous is Status.PREEMPTED:
@@ -356,6 +363,10 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
         self._cache.reset()
+
+    def prefix_marks(self) -> bytes:
+        """What the prefix cache holds, as ``EngineStats.prefix_marks``."""
+        return self._cache.prefix_marks()
 
     def _leave(self, request: Request) -> None:
         """No step in the air names ``request`` any more: its slot and blocks are free, and it waits if preempted."""

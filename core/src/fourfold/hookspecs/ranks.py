@@ -109,7 +109,8 @@ def fourfold_load_balancers() -> list[LoadBalancerEntry]:
     """Offer load balancers, each under a name for ``--load-balancer``: which engine takes a request.
 
     Called once in every process, when plugins are loaded. ``build(LoadBalancerContext)`` runs in every API server and
-    returns a ``fourfold.contracts.load_balancer.LoadBalancer``.
+    returns a ``fourfold.contracts.load_balancer.LoadBalancer``, which chooses among engines by their loads and by marks
+    of the prefixes that they hold. ``fourfold simulate balance`` compares it with the others.
 
     Returns a list of entries. Two plugins that offer one name are an error.
 
@@ -119,14 +120,18 @@ def fourfold_load_balancers() -> list[LoadBalancerEntry]:
         from fourfold.entries import LoadBalancerEntry
 
 
-        class FirstReady:
+        class FewestRequests:
             def choose(self, request, loads):
-                return loads[0].engine
+                counts = loads.num_running + loads.num_waiting
+                return int(min(loads.ready_engines(), key=lambda engine: counts[engine]))
+
+            def learn_prefixes(self, engine, marks):
+                pass  # prefixes make no difference
 
 
         @hookimpl
         def fourfold_load_balancers():
-            return [LoadBalancerEntry(name="first_ready", build=lambda context: FirstReady())]
+            return [LoadBalancerEntry(name="fewest-requests", build=lambda context: FewestRequests())]
     """
     raise NotImplementedError
 

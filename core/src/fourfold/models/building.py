@@ -56,6 +56,7 @@ class DecoderBuilder:
         stage: Stage,
         device: torch.device,
         dtype: torch.dtype,
+        rank: int = 0,
     ) -> None:
         self._description = description
         self._stage = stage
@@ -64,7 +65,7 @@ class DecoderBuilder:
         self._device = device
         self._dtype = dtype
         self._cut = cut_heads(description.num_heads, description.num_kv_heads, group.rank, group.world_size)
-        compute = ComputeContext(config=config, device=device, dtype=dtype)
+        compute = ComputeContext(config=config, device=device, dtype=dtype, rank=rank)
         backends, names = registry, config.backends
         linear_name, method = build_backend(
             "linear method", backends.linear_methods(), names.linear_method, config, lambda e: e.build(compute)

@@ -52,7 +52,7 @@ def load_model(
     description = checkpoint.description
     stage = stage or Stage(layers=range(description.num_layers))
     built = DecoderBuilder(
-        description, context.config, registry, parallel.tp, stage=stage, device=device, dtype=dtype
+        description, context.config, registry, parallel.tp, stage=stage, device=device, dtype=dtype, rank=context.rank
     ).build()
     with checkpoint.format.open(checkpoint.folder) as reader:
         _fill(built, description, reader, progress)

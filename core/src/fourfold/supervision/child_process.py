@@ -90,8 +90,15 @@ class ChildProcess:
 
     def request_stop(self) -> None:
         """Ask it to end by itself; what that means is the child's business."""
-        with contextlib.suppress(OSError):  # it has ended already
-            self._link.send(STOP)
+        self.send(STOP)
+
+    def send(self, message: bytes) -> bool:
+        """Send one message to its ``ParentLink.on_message``; False if it has ended, or reads none."""
+        try:
+            self._link.send(message)
+        except OSError:
+            return False
+        return True
 
     def send_signal(self, signum: signal.Signals) -> None:
         """Send a signal unless it has ended."""

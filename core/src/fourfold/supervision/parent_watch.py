@@ -63,6 +63,8 @@ class ParentLink:
         self._lock = threading.Lock()
         self._stop_requested = False
         self._stop_callbacks: list[Callable[[], None]] = []
+        self._message_callback: Callable[[bytes], None] | None = None
+        self._unheard: list[bytes] = []
         threading.Thread(target=self._watch, name="parent-watch", daemon=True).start()
 
     def report(self, message: bytes) -> None:
@@ -82,12 +84,32 @@ class ParentLink:
         if requested:
             callback()
 
+    def on_message(self, callback: Callable[[bytes], None]) -> None:
+        """Call back with every other message of the parent, in order, earlier ones included. Call once.
+
+        The callback runs on the link's thread, or on this one, and must return at once.
+        """
+        with self._lock:
+            self._message_callback = callback
+            for message in self._unheard:
+                callback(message)
+            self._unheard.clear()
+
     def _watch(self) -> None:
         while message := self._receive():
             if message == STOP:
                 self._request_stop()
+            else:
+                self._hand_on(message)
         # The parent is gone or wants us gone: nothing may be waited for.
         os._exit(1)
+
+    def _hand_on(self, message: bytes) -> None:
+        with self._lock:
+            if self._message_callback is None:
+                self._unheard.append(message)
+            else:
+                self._message_callback(message)
 
     def _request_stop(self) -> None:
         with self._lock:

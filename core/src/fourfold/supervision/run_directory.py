@@ -128,12 +128,15 @@ def deployments(root: Path | None = None) -> list[Deployment]:
     for path in _folders(root):
         lock = _try_lock(path)
         if lock is None:  # its owner runs
-            processes = sorted(_states(path), key=lambda state: (state.role, state.label))
-            running = [state for state in processes if is_running(state)]
-            found.append(Deployment(name=path.name, model=_model(path), processes=running))
+            found.append(Deployment(name=path.name, model=_model(path), processes=running_processes(path)))
         else:
             os.close(lock)
     return found
+
+
+def running_processes(path: Path) -> list[ProcessState]:
+    """What a run directory says of processes that still run, by role and label."""
+    return sorted(filter(is_running, _states(path)), key=lambda state: (state.role, state.label))
 
 
 def process_state(role: str, label: str, state: str, *, pid: int | None = None, detail: str = "") -> ProcessState:

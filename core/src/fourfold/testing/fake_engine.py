@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -37,6 +38,12 @@ class _Running:
     request: AddRequest
     tokens: Iterator[int]
     output: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Still to compute."""
+        prompt = 0 if self.output else len(self.request.prompt_token_ids)
+        return prompt + (self.request.sampling.max_tokens or 0) - len(self.output)
 
 
 class FakeEngine:
@@ -146,18 +153,24 @@ class FakeEngine:
         match message:
             case AddRequest():
                 self.added.append(message)
-                if len(self._requests) >= self._max_num_seqs + self._max_num_waiting:
+                if len(self._requests) >= self._max_num_seqs + self._max_num_waiting and not message.attempt:
                     self._publish(message.client, [_refusal(message.request_id)])
                 else:
-                    self._requests[message.request_id] = _Running(message, iter(self._script(message)))
+                    self._requests[message.request_id] = self._begin(message)
             case AbortRequests():
                 self.aborted += message.request_ids
                 for request_id in message.request_ids:
-                    self._requests.pop(request_id, None)
+                    self._stats.requests_finished += self._requests.pop(request_id, None) is not None
                 for client in range(self._num_clients):
                     self._publish(client, [])
             case CallUtility():
                 self._send(message.client, self._answer(message))
+
+    def _begin(self, request: AddRequest) -> _Running:
+        """From the start, or from where another engine stopped."""
+        done = len(request.output_token_ids)
+        tokens = itertools.islice(iter(self._script(request)), done, None)
+        return _Running(request, tokens, list(request.output_token_ids))
 
     def _step(self) -> None:
         outputs: dict[int, list[RequestOutput]] = {client: [] for client in range(self._num_clients)}
@@ -166,6 +179,7 @@ class FakeEngine:
             outputs[running.request.client].append(output)
             if output.finish_reason is not None:
                 del self._requests[running.request.request_id]
+                self._stats.requests_finished += 1
         self._stats.num_steps += 1
         for client, of_client in outputs.items():
             self._publish(client, of_client)
@@ -197,12 +211,12 @@ class FakeEngine:
         self._stats.num_running = min(len(self._requests), self._max_num_seqs)
         self._stats.num_waiting = len(self._requests) - self._stats.num_running
         self._stats.kv_cache_usage = self._stats.num_running / self._max_num_seqs
-        self._stats.num_queued_tokens = sum(
-            (0 if running.output else len(running.request.prompt_token_ids))
-            + (running.request.sampling.max_tokens or 0)
-            - len(running.output)
-            for running in self._requests.values()
-        )
+        shares = dict.fromkeys(range(self._num_clients), (0, 0))
+        for running in self._requests.values():
+            requests, tokens = shares[running.request.client]
+            shares[running.request.client] = requests + 1, tokens + running.num_tokens
+        self._stats.shares = shares
+        self._stats.num_queued_tokens = sum(tokens for _, tokens in shares.values())
         self._send(
             client,
             EngineOutputs(engine=self._engine, incarnation=self._incarnation, outputs=outputs, stats=self._stats),

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from fourfold.errors import Unsupported
+from fourfold.errors import EngineError, Unsupported
+from fourfold.shared_memory import shared_region
 from fourfold_kernels_cpu.huge_pages import WeightArena
 from fourfold_kernels_cpu.native import load
 
@@ -52,10 +53,10 @@ class PackedLinearMethod:
         if context.dtype is not torch.bfloat16:
             raise Unsupported(f"packed_bf16 computes in bfloat16, not {context.dtype}; use --linear-method torch")
         self._native = load()
-        self._arena = WeightArena()
+        self._arena = WeightArena(shared_region(context.rank))
 
     def create(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> PackedWeight:
-        """Allocate zeroed storage."""
+        """Allocate storage: zeroed, or with what another replica has packed."""
         if dtype is not torch.bfloat16:
             raise Unsupported(f"packed_bf16 stores bfloat16, not {dtype}; use --linear-method torch")
         packed = self._arena.zeros(-(-out_features // PANEL) * PANEL * -(-in_features // 2) * 2)
@@ -79,8 +80,23 @@ class PackedLinearMethod:
             tensor = tensor.float()
         if tensor.stride(1) != 1:
             tensor = tensor.contiguous()
+        if self._arena.shared is None:
+            self._pack(target.packed, tensor, first_row)
+            return
+        with self._arena.shared.locked():
+            own = torch.zeros_like(target.packed)
+            self._pack(own, tensor, first_row)
+            mine, there = (_rows(one, columns)[first_row : first_row + rows] for one in (own, target.packed))
+            if torch.equal(mine, there):
+                return
+            if there.any():
+                raise EngineError("the weights differ from those of a replica that is running; restart them all")
+            self._pack(target.packed, tensor, first_row)
+
+    def _pack(self, target: torch.Tensor, tensor: torch.Tensor, first_row: int) -> None:
+        rows, columns = tensor.shape
         slots = _PACK.pack(
-            target.packed_address,
+            target.data_ptr(),
             first_row,
             tensor.data_ptr(),
             tensor.stride(0) * tensor.element_size(),
@@ -88,7 +104,7 @@ class PackedLinearMethod:
             columns,
             _SOURCES[tensor.dtype],
         )
-        self._native.call("pack", slots, tensor, target.packed)
+        self._native.call("pack", slots, tensor, target)
 
     def load_bias(self, weight: LinearWeight, tensor: torch.Tensor, *, first_row: int) -> None:
         """Keep bias entries in fp32, rounded to bf16 first as a dense layer would."""
@@ -151,6 +167,12 @@ class PackedLinearMethod:
         )
         self._native.call("embedding", slots, out, token_ids, weight.packed)
         return out
+
+
+def _rows(packed: torch.Tensor, columns: int) -> torch.Tensor:
+    """The bits of a packed weight, a row an output: [outputs rounded up to panels, inputs rounded up to pairs]."""
+    pairs = -(-columns // 2)
+    return packed.view(torch.int16).view(-1, pairs, PANEL, 2).permute(0, 2, 1, 3).reshape(-1, pairs * 2)
 
 
 def _packed(weight: LinearWeight) -> PackedWeight:

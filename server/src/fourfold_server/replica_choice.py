@@ -1,0 +1,27 @@
+"""``X-Data-Parallel-Rank``: a client's own choice of the replica that begins with its request."""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers
+
+from fourfold.errors import RequestError
+
+RANK_HEADER = "x-data-parallel-rank"
+
+
+def read_rank(headers: Headers, num_replicas: int) -> int | None:
+    """The rank that a request asks for; None: the load balancer chooses. Raises RequestError for what is no rank."""
+    value = headers.get(RANK_HEADER)
+    if value is None:
+        return None
+    return check_rank(value, num_replicas, parameter="X-Data-Parallel-Rank")
+
+
+def check_rank(value: str, num_replicas: int, *, parameter: str, status: int = 400) -> int:
+    """The rank that ``value`` spells. Raises RequestError with ``status``."""
+    text = value.strip()
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) < num_replicas):
+        raise RequestError(
+            f"{parameter} is {value!r}; the ranks are 0 to {num_replicas - 1}", parameter=parameter, status=status
+        )
+    return int(text)

@@ -1,0 +1,42 @@
+"""What `/topology` shows: the processes that the run directory names, the groups of ranks, and the replicas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fourfold.client.engine_client import EngineClient
+from fourfold.config.parallel_config import ParallelConfig
+from fourfold.contracts.load_balancer import EngineState
+from fourfold.supervision.run_directory import ProcessState, running_processes
+
+
+def read_topology(run_directory: Path, parallel: ParallelConfig, client: EngineClient) -> dict[str, Any]:
+    """As JSON-able values; the same in every API server."""
+    layout = parallel.layout
+    return {
+        "processes": [_without_start_time(state) for state in running_processes(run_directory)],
+        "groups": {
+            "tp": layout.tp_groups(),
+            "pp": layout.pp_groups(),
+            "dp": layout.dp_groups(),
+            "ep": layout.ep_groups(),
+        },
+        "replicas": [
+            {
+                "rank": link.engine,
+                "label": f"DP{link.engine}",
+                "state": "running" if link.state is EngineState.READY else str(link.state),
+                "incarnation": link.incarnation,
+            }
+            for link in client.links
+        ],
+    }
+
+
+def _without_start_time(state: ProcessState) -> dict[str, Any]:
+    shown: dict[str, Any] = msgspec.to_builtins(state)
+    del shown["start_time"]
+    return shown
