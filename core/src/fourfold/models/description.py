@@ -31,6 +31,33 @@ class RotaryDescription:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MixtureDescription:
+    """The layers of experts of one model, all alike."""
+
+    num_experts: int
+    top_k: int
+    """Experts of a token."""
+    intermediate_size: int
+    """Of one expert."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """How router logits become scores."""
+    normalize: bool = False
+    """Whether the weights of a token's experts are made to sum to 1."""
+    scale: float = 1.0
+    """Multiplies the weights in the end."""
+    num_groups: int = 1
+    top_groups: int = 1
+    """Groups of neighbouring experts of which a token's experts come from; the best ones by ``group_score``."""
+    group_score: Literal["max", "top2_sum"] = "max"
+    score_bias: bool = False
+    """Whether a learnt bias is added to scores to choose experts; weights are without it."""
+    shared_intermediate_size: int = 0
+    """Of the feed-forward that every token goes through besides; 0: there is none."""
+    shared_gate: bool = False
+    """Whether the output of the shared feed-forward is multiplied by a sigmoid of one more logit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerDescription:
     """What differs from layer to layer."""
 
@@ -38,6 +65,8 @@ class LayerDescription:
     """A token sees itself and the ``sliding_window - 1`` before it; 0 is no window."""
     rotary: int | None = 0
     """Index into ``ModelDescription.rotaries``; None: positions are not encoded."""
+    mixture: bool = False
+    """Whether the feed-forward is ``ModelDescription.mixture``; else it is dense."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +102,7 @@ class ModelDescription:
     """Attention and feed-forward are normed after as well as before."""
     embedding_scale: float = 1.0
     tied_embeddings: bool = False
+    mixture: MixtureDescription | None = None
     dtype: str = field(default="bfloat16")
     """What the checkpoint was saved in; informs, decides nothing."""
 
