@@ -17,6 +17,7 @@ ENGINE_OPTIONS = {
     "--dtype",
     "--enforce-eager",
     "--executor",
+    "--experts",
     "--gpu-memory-utilization",
     "--kv-cache-memory",
     "--linear-method",

@@ -23,5 +23,7 @@ class BackendConfig:
     """Who computes norms, activations and sampling."""
     parallel_layer: str = "auto"
     """Who cuts layers; one name, or one a kind as in moe=ep."""
+    experts: str = "auto"
+    """Who computes the experts of a mixture."""
     scheduler: str = "fcfs"
     """The order of requests: fcfs, or priority (lower numbers first)."""
