@@ -20,6 +20,7 @@ ENGINE_OPTIONS = {
     "--enforce-eager",
     "--executor",
     "--expert-placement",
+    "--experts",
     "--gpu-memory-utilization",
     "--kv-cache-memory",
     "--linear-method",

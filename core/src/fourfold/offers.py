@@ -79,7 +79,7 @@ OFFER_KINDS: Final[Mapping[str, OfferKind]] = {
     "reasoning_parsers": OfferKind(noun="reasoning parser", entry=ReasoningParserEntry),
     "routes": OfferKind(noun="routes", entry=RoutesEntry),
     "all_to_alls": OfferKind(noun="all-to-all", entry=AllToAllEntry, option="--all-to-all"),
-    "experts": OfferKind(noun="experts", entry=ExpertsEntry),
+    "experts": OfferKind(noun="experts", entry=ExpertsEntry, option="--experts"),
     "expert_placements": OfferKind(noun="expert placement", entry=ExpertPlacementEntry, option="--expert-placement"),
     "rebalancers": OfferKind(noun="rebalancer", entry=RebalancerEntry, option="--rebalancer"),
 }

@@ -23,7 +23,9 @@ from fourfold.models.loading import load_model
 from fourfold.plugins import PluginRegistry, load_plugins
 
 BLOCK_SIZE = 16
-BACKENDS = BackendConfig(attention="torch", linear_method="torch", operators="torch", parallel_layer="tp")
+BACKENDS = BackendConfig(
+    attention="torch", linear_method="torch", operators="torch", parallel_layer="tp", experts="loop"
+)
 
 
 def core_registry() -> PluginRegistry:

@@ -29,5 +29,7 @@ class BackendConfig:
     """Which rank holds which expert at the start."""
     rebalancer: str = "auto"
     """Who decides which experts get copies."""
+    experts: str = "auto"
+    """Who computes the experts of a mixture."""
     scheduler: str = "fcfs"
     """The order of requests: fcfs, or priority (lower numbers first)."""

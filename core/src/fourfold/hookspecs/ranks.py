@@ -193,7 +193,7 @@ def fourfold_all_to_alls() -> list[AllToAllEntry]:
 
 @hookspec
 def fourfold_experts() -> list[ExpertsEntry]:
-    """Offer experts: the arithmetic of the experts that a rank holds, on tokens that have arrived.
+    """Offer experts, each under a name for ``--experts``: the arithmetic of a rank's experts, on tokens that are there.
 
     Called once in every process, when plugins are loaded; ``build(ExpertsContext)`` runs once a layer on every rank and
     returns ``fourfold.contracts.mixture.Experts``.

@@ -98,11 +98,18 @@ class ModelDescription:
     mlp_bias: bool = False
     query_key_norm: bool = False
     """Queries and keys are normed head by head before they rotate."""
+    whole_query_key_norm: bool = False
+    """Queries are normed over all heads together before they rotate, and so are keys."""
+    qkv_clip: float = 0.0
+    """Queries, keys and values are then cut to this much either way of 0; 0 is none."""
     sandwich_norms: bool = False
     """Attention and feed-forward are normed after as well as before."""
     embedding_scale: float = 1.0
     tied_embeddings: bool = False
     mixture: MixtureDescription | None = None
+    """Of the layers that have one."""
+    unused_layers: int = 0
+    """Layers that checkpoints hold past the last one, to draft tokens with."""
     dtype: str = field(default="bfloat16")
     """What the checkpoint was saved in; informs, decides nothing."""
 
