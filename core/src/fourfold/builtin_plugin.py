@@ -144,12 +144,6 @@ def fourfold_models() -> list[ModelEntry]:
             summary="OLMoE",
         ),
         ModelEntry(
-            name="deepseek",
-            architectures=("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
-            build=_lazy("fourfold.models.deepseek_family:describe_deepseek"),
-            summary="DeepSeek V2 and V3",
-        ),
-        ModelEntry(
             name="gemma",
             architectures=("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
             build=_lazy("fourfold.models.families:describe_gemma"),
