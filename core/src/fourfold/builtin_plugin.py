@@ -46,6 +46,7 @@ def fourfold_parallel_layers() -> list[ParallelLayerEntry]:
         ("row", "fourfold.layers.linear:RowParallelLinear", "input features cut over the ranks, then summed"),
         ("merged_column", "fourfold.layers.linear:MergedColumnParallelLinear", "several columns in one product"),
         ("qkv", "fourfold.layers.linear:QKVParallelLinear", "queries, keys and values in one product, cut by heads"),
+        ("latent_qkv", "fourfold.layers.latent_attention:LatentQKVLinear", "the same from latents, cut by heads"),
         ("vocab_embedding", "fourfold.layers.vocabulary:VocabParallelEmbedding", "vocabulary rows cut over the ranks"),
         ("head", "fourfold.layers.vocabulary:ParallelHead", "logits cut by vocabulary, then gathered"),
         ("moe", "fourfold.layers.mixture:MixtureParallelLayer", "each expert cut over the ranks, then summed"),
@@ -142,6 +143,12 @@ def fourfold_models() -> list[ModelEntry]:
             architectures=("OlmoeForCausalLM",),
             build=_lazy("fourfold.models.mixture_families:describe_olmoe"),
             summary="OLMoE",
+        ),
+        ModelEntry(
+            name="deepseek",
+            architectures=("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+            build=_lazy("fourfold.models.deepseek_family:describe_deepseek"),
+            summary="DeepSeek V2 and V3",
         ),
         ModelEntry(
             name="gemma",
