@@ -46,6 +46,7 @@ def fourfold_parallel_layers() -> list[ParallelLayerEntry]:
         ("row", "fourfold.layers.linear:RowParallelLinear", "input features cut over the ranks, then summed"),
         ("merged_column", "fourfold.layers.linear:MergedColumnParallelLinear", "several columns in one product"),
         ("qkv", "fourfold.layers.linear:QKVParallelLinear", "queries, keys and values in one product, cut by heads"),
+        ("latent_qkv", "fourfold.layers.latent_attention:LatentQKVLinear", "the same from latents, cut by heads"),
         ("vocab_embedding", "fourfold.layers.vocabulary:VocabParallelEmbedding", "vocabulary rows cut over the ranks"),
         ("head", "fourfold.layers.vocabulary:ParallelHead", "logits cut by vocabulary, then gathered"),
         ("moe", "fourfold.layers.mixture:MixtureParallelLayer", "each expert cut over the ranks, then summed"),

@@ -25,7 +25,12 @@ if TYPE_CHECKING:
     from fourfold.contracts.tokenizer import Tokenizer
     from fourfold.distributed.group_coordinator import GroupCoordinator
     from fourfold.layout import ParallelLayout
-    from fourfold.models.description import Activation, MixtureDescription, ModelDescription
+    from fourfold.models.description import (
+        Activation,
+        LatentAttentionDescription,
+        MixtureDescription,
+        ModelDescription,
+    )
     from fourfold.plugins import PluginRegistry
 
 Product = TypeVar("Product", covariant=True)
@@ -140,18 +145,21 @@ class ParallelLayerContext:
     linear_method: LinearMethod
     in_features: int
     out_sizes: tuple[int, ...]
-    """Output features: one number; one a part for merged_column; (heads, kv heads, head_dim) for qkv."""
+    """Output features: one number; one a part for merged_column; (heads, kv heads, head_dim) for qkv and latent_qkv."""
     bias: bool = False
     in_heads: tuple[int, int, int] | None = None
     """Row layers whose input is the output of attention: its (heads, kv heads, head_dim), cut as qkv cuts them."""
     tied_weight: LinearWeight | None = None
     """A head of tied embeddings: the vocabulary embedding's storage, used in place of an own one."""
+    operators: Operators | None = None
+    """For latent_qkv and moe layers."""
+    latent: LatentAttentionDescription | None = None
+    """Of a latent_qkv layer."""
     mixture: MixtureDescription | None = None
     """Of a moe layer; the fields that follow are its too."""
     layer: int = 0
     """Its number in the whole model."""
     activation: Activation = "silu"
-    operators: Operators | None = None
     registry: PluginRegistry | None = None
     """Where it finds its own parts, by the names in ``config``."""
     shared: dict[str, Any] = field(default_factory=dict)

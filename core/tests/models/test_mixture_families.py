@@ -30,6 +30,30 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 28,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
+GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2}
+V2: dict[str, Any] = {**LATENT, "routed_scaling_factor": 1.7}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 1.3,
+    "mscale_all_dim": 0.7,
+}
 FAMILIES: list[tuple[str, str, dict[str, Any]]] = [
     ("plain", "Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     ("sliding", "Mixtral", {"num_local_experts": 5, "sliding_window": 9}),
@@ -46,6 +70,15 @@ FAMILIES: list[tuple[str, str, dict[str, Any]]] = [
     ),
     ("plain", "Olmoe", {"num_experts": 7, "num_experts_per_tok": 3}),
     ("clipped", "Olmoe", {"num_experts": 7, "num_experts_per_tok": 3, "clip_qkv": 0.7, "num_key_value_heads": 6}),
+    ("plain", "DeepseekV2", V2),
+    ("no-query-latent", "DeepseekV2", {**V2, "q_lora_rank": None}),
+    ("groups", "DeepseekV2", {**V2, **GROUPS, "topk_method": "group_limited_greedy"}),
+    ("yarn", "DeepseekV2", {**V2, "rope_parameters": YARN}),
+    ("wide-values", "DeepseekV2", {**V2, "v_head_dim": 24, "attention_bias": True}),
+    ("plain", "DeepseekV3", {**LATENT, **GROUPS}),
+    ("not-normalized", "DeepseekV3", {**LATENT, **GROUPS, "norm_topk_prob": False, "q_lora_rank": None}),
+    ("not-interleaved", "DeepseekV3", {**LATENT, "n_group": 1, "topk_group": 1, "rope_interleave": False}),
+    ("yarn-biased", "DeepseekV3", {**LATENT, **GROUPS, "rope_parameters": YARN, "attention_bias": True}),
     ("sliding", "Qwen3Moe", {**EXPERTS, "head_dim": 16, "use_sliding_window": True, "sliding_window": 7}),
     ("plain", "Qwen3Moe", {**EXPERTS, "head_dim": 16}),
     ("normalized", "Qwen3Moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from fourfold.contracts.linear_method import LinearWeight
     from fourfold.contracts.operators import Operators
 
-LayerKind = Literal["column", "row", "merged_column", "qkv", "vocab_embedding", "head", "moe"]
+LayerKind = Literal["column", "row", "merged_column", "qkv", "latent_qkv", "vocab_embedding", "head", "moe"]
 
 
 class ParallelLayer(Protocol):

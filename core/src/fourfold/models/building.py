@@ -11,6 +11,7 @@ import torch
 
 from fourfold.contracts.attention_backend import AttentionSpec
 from fourfold.entries import AttentionContext, ComputeContext
+from fourfold.layers.latent_attention import ValueOutput
 from fourfold.layers.partition import cut_heads
 from fourfold.layers.rotary import rotary_table
 from fourfold.layers.whole_norm import WholeNorm
@@ -18,6 +19,7 @@ from fourfold.models.backends import build_backend, log_passed_over
 from fourfold.models.decoder import Decoder
 from fourfold.models.decoder_layer import DecoderLayer, HeadNorm, LayerParts
 from fourfold.models.feed_forward import DenseFeedForward
+from fourfold.models.latent_tensors import latent_tensors
 from fourfold.models.mixture_tensors import mixture_tensors
 from fourfold.models.norm_weight import NormWeight
 from fourfold.models.parallel_layers import ParallelLayerFactory
@@ -176,19 +178,8 @@ class DecoderBuilder:
         else:
             before_feed_forward = norm(f"{prefix}post_attention_layernorm.weight")
         parts = LayerParts(
-            qkv=self._linear(
-                "qkv",
-                {part: f"{prefix}self_attn.{part}_proj" for part in "qkv"},
-                (d.hidden_size, (d.num_heads, d.num_kv_heads, d.head_dim)),
-                bias=d.qkv_bias,
-            ),
-            output=self._linear(
-                "row",
-                {"": f"{prefix}self_attn.o_proj"},
-                (d.num_heads * d.head_dim, (d.hidden_size,)),
-                bias=d.output_bias,
-                in_heads=(d.num_heads, d.num_kv_heads, d.head_dim),
-            ),
+            qkv=self._build_qkv(prefix),
+            output=self._build_output(prefix),
             feed_forward=self._build_feed_forward(layer, prefix),
             attention=attention,
             cos_sin=None if rotary is None else tables[rotary],
@@ -201,6 +192,32 @@ class DecoderBuilder:
             feed_forward_output_norm=after_feed_forward,
         )
         return DecoderLayer(parts, self._operators, epsilon=d.norm_epsilon, weight_offset=d.norm_offset)
+
+    def _build_qkv(self, prefix: str) -> ParallelLayer:
+        d = self._description
+        heads = (d.num_heads, d.num_kv_heads, d.head_dim)
+        if d.latent is None:
+            modules = {part: f"{prefix}self_attn.{part}_proj" for part in "qkv"}
+            return self._linear("qkv", modules, (d.hidden_size, heads), bias=d.qkv_bias)
+        layer = self._factory.build(
+            "latent_qkv", d.hidden_size, heads, bias=d.qkv_bias, latent=d.latent, operators=self._operators
+        )
+        for name, tensor in latent_tensors(d).items():
+            self._take(prefix + name, layer, tensor.parameter)
+        return layer
+
+    def _build_output(self, prefix: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        d = self._description
+        output = self._linear(
+            "row",
+            {"": f"{prefix}self_attn.o_proj"},
+            (d.num_heads * d.value_dim, (d.hidden_size,)),
+            bias=d.output_bias,
+            in_heads=(d.num_heads, d.num_kv_heads, d.value_dim),
+        )
+        if d.value_dim == d.head_dim:
+            return output
+        return ValueOutput(output, head_dim=d.head_dim, value_dim=d.value_dim)
 
     def _build_feed_forward(self, layer: int, prefix: str) -> Callable[[torch.Tensor], torch.Tensor]:
         d = self._description

@@ -32,7 +32,8 @@ class LayerParts:
     """What one layer is made of; norms that a family does not have are None or empty."""
 
     qkv: ParallelLayer
-    output: ParallelLayer
+    output: Callable[[torch.Tensor], torch.Tensor]
+    """What attention gave -> [T, H], whole on every rank."""
     feed_forward: Callable[[torch.Tensor], torch.Tensor]
     """[T, H] -> [T, H], whole on every rank."""
     attention: AttentionBackend

@@ -58,6 +58,27 @@ class MixtureDescription:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LatentAttentionDescription:
+    """Attention whose keys and values are made of a narrow latent. Its heads are as wide as ``head_dim`` says, which
+    has room for the wider of keys and values.
+    """
+
+    kv_rank: int
+    """Size of the latent of keys and values."""
+    query_rank: int = 0
+    """Size of the latent of queries; 0: they have none."""
+    fixed_dim: int
+    """Dimensions of a query and key head that do not rotate."""
+    rotary_dim: int
+    """Dimensions of a query and key head that do; all key heads share them."""
+    value_dim: int
+    interleaved: bool = True
+    """Whether neighbours rotate together in the checkpoint, and not dimensions that are half of them apart."""
+    norm_epsilon: float = 1e-6
+    """Of the norms of the latents."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerDescription:
     """What differs from layer to layer."""
 
@@ -106,6 +127,8 @@ class ModelDescription:
     """Attention and feed-forward are normed after as well as before."""
     embedding_scale: float = 1.0
     tied_embeddings: bool = False
+    latent: LatentAttentionDescription | None = None
+    """How queries, keys and values are made, where that is not one product."""
     mixture: MixtureDescription | None = None
     """Of the layers that have one."""
     unused_layers: int = 0
@@ -117,3 +140,8 @@ class ModelDescription:
     def num_layers(self) -> int:
         """Layers of the whole model."""
         return len(self.layers)
+
+    @property
+    def value_dim(self) -> int:
+        """Dimensions of a value head in the checkpoint."""
+        return self.head_dim if self.latent is None else self.latent.value_dim

@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from fourfold.errors import CheckpointError
+from fourfold.models.layer_tensor import LayerTensor
 
 if TYPE_CHECKING:
     import torch
@@ -32,31 +33,23 @@ _STACKED: Final = re.compile(r"^(.*\.mlp\.experts)\.(gate_up_proj|down_proj)$")
 """All experts in one tensor: [E, 2 I, H], gate rows first, and [E, H, I]."""
 
 
-class MixtureTensor(NamedTuple):
-    """One tensor of a layer of experts."""
-
-    parameter: str
-    """The moe layer's own name of it."""
-    shape: tuple[int, ...]
-
-
-def mixture_tensors(description: ModelDescription) -> dict[str, MixtureTensor]:
+def mixture_tensors(description: ModelDescription) -> dict[str, LayerTensor]:
     """Checkpoint name, without the layer's prefix -> the tensor; empty for a model without a mixture."""
     mixture, hidden = description.mixture, description.hidden_size
     if mixture is None:
         return {}
-    tensors = {"mlp.gate.weight": MixtureTensor("router.weight", (mixture.num_experts, hidden))}
+    tensors = {"mlp.gate.weight": LayerTensor("router.weight", (mixture.num_experts, hidden))}
     if mixture.score_bias:
-        tensors["mlp.gate.e_score_correction_bias"] = MixtureTensor("router.bias", (mixture.num_experts,))
+        tensors["mlp.gate.e_score_correction_bias"] = LayerTensor("router.bias", (mixture.num_experts,))
     for expert in range(mixture.num_experts):
         for part, shape in _matrices(mixture.intermediate_size, hidden):
             name = f"mlp.experts.{expert}.{part}_proj.weight"
-            tensors[name] = MixtureTensor(f"experts.{expert}.{part}.weight", shape)
+            tensors[name] = LayerTensor(f"experts.{expert}.{part}.weight", shape)
     if mixture.shared_intermediate_size:
         for part, shape in _matrices(mixture.shared_intermediate_size, hidden):
-            tensors[f"mlp.shared_expert.{part}_proj.weight"] = MixtureTensor(f"shared.{part}.weight", shape)
+            tensors[f"mlp.shared_expert.{part}_proj.weight"] = LayerTensor(f"shared.{part}.weight", shape)
     if mixture.shared_gate:
-        tensors["mlp.shared_expert_gate.weight"] = MixtureTensor("shared_gate.weight", (1, hidden))
+        tensors["mlp.shared_expert_gate.weight"] = LayerTensor("shared_gate.weight", (1, hidden))
     return tensors
 
 
