@@ -10,8 +10,9 @@ from fourfold.distributed.model_parallel import GroupLinks, ModelParallel, initi
 from fourfold.errors import CheckpointError, ConfigError
 from fourfold.layout import ParallelLayout
 from fourfold.models.building import BuiltDecoder, DecoderBuilder
+from fourfold.models.mixture_tensors import MixtureReader
 from fourfold.models.stage_partition import Stage
-from fourfold.models.tensor_table import EMBEDDING, HARMLESS, HEAD, checkpoint_tensors
+from fourfold.models.tensor_table import EMBEDDING, HARMLESS, HEAD, checkpoint_tensors, layer_prefix
 
 if TYPE_CHECKING:
     import torch
@@ -52,10 +53,19 @@ def load_model(
     description = checkpoint.description
     stage = stage or Stage(layers=range(description.num_layers))
     built = DecoderBuilder(
-        description, context.config, registry, parallel.tp, stage=stage, device=device, dtype=dtype, rank=context.rank
+        description,
+        context.config,
+        registry,
+        parallel.tp,
+        expert_group=parallel.ep,
+        stage=stage,
+        device=device,
+        dtype=dtype,
+        rank=context.rank,
     ).build()
     with checkpoint.format.open(checkpoint.folder) as reader:
-        _fill(built, description, reader, progress)
+        known = reader if description.mixture is None else MixtureReader(reader)
+        _fill(built, description, known, progress)
     return built.decoder
 
 
@@ -82,6 +92,8 @@ def _check_names(names: set[str], needed: Iterable[str], known: Iterable[str], d
     left_over = sorted(name for name in names.difference(known) if not HARMLESS.search(name))
     if description.tied_embeddings:
         left_over = [name for name in left_over if name != HEAD]
+    unused = tuple(layer_prefix(description.num_layers + number) for number in range(description.unused_layers))
+    left_over = [name for name in left_over if not name.startswith(unused)]
     if missing:
         close = difflib.get_close_matches(missing[0], left_over, n=1)
         hint = f"; it holds {close[0]}, which nothing takes" if close else ""
