@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         TensorSlices,
         VocabularyLayer,
     )
+    from fourfold.contracts.step_part import StepPart
     from fourfold.distributed.group_coordinator import GroupCoordinator
     from fourfold.entries import Entry
     from fourfold.models.description import ModelDescription
@@ -101,7 +102,7 @@ class DecoderBuilder:
         self._factory = ParallelLayerFactory(config, registry, group, method, device=device, dtype=dtype)
         self._chosen = {"attention": attention_name, "linear_method": linear_name, "operators": operators_name}
         self._parameters: dict[str, Load] = {}
-        self._shared: dict[str, Any] = {}
+        self._shared: dict[str, StepPart] = {}
         """What moe layers have in common."""
 
     def build(self) -> BuiltDecoder:
@@ -127,6 +128,7 @@ class DecoderBuilder:
             backends={**self._chosen, "parallel_layer": ",".join(layer_names)},
             dtype=self._dtype,
             block_size=self._config.cache.block_size,
+            step_parts=tuple(self._shared.values()),
         )
         return BuiltDecoder(decoder=decoder, parameters=self._parameters)
 
