@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -167,7 +168,7 @@ def random_tensors(mixture: MixtureDescription, *, seed: int) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+        return torch.randn(shape, generator=generator) / math.sqrt(shape[-1])
 
     tensors = {"router.weight": 2 * random(mixture.num_experts, HIDDEN)}
     if mixture.score_bias:
@@ -205,5 +206,4 @@ def check(found: torch.Tensor, expected: torch.Tensor) -> None:
 def _feed_forward(tensors: Tensors, block: str, x: torch.Tensor) -> torch.Tensor:
     gate, up, down = (tensors[f"{block}.{part}.weight"] for part in ("gate", "up", "down"))
     inner = functional.silu(x @ gate.T) * (x @ up.T)
-    out: torch.Tensor = inner @ down.T
-    return out
+    return inner @ down.T
