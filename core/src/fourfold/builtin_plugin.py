@@ -52,7 +52,13 @@ def fourfold_parallel_layers() -> list[ParallelLayerEntry]:
         ("moe", "fourfold.layers.mixture:MixtureParallelLayer", "each expert cut over the ranks, then summed"),
     ]
     return [
-        ParallelLayerEntry(name="tp", kind=kind, build=_lazy(target), summary=summary)
+        ParallelLayerEntry(
+            name="tp",
+            kind=kind,
+            build=_lazy(target),
+            summary=summary,
+            suits=lambda config: Suitability(score=10, reason="cuts any layer over the tensor-parallel ranks"),
+        )
         for kind, target, summary in kinds
     ]
 

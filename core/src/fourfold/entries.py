@@ -162,6 +162,8 @@ class ParallelLayerContext:
     activation: Activation = "silu"
     registry: PluginRegistry | None = None
     """Where it finds its own parts, by the names in ``config``."""
+    shared: dict[str, Any] = field(default_factory=dict)
+    """What the moe layers of one decoder have in common, under names of their own."""
     expert_group: GroupCoordinator | None = None
     """The DP x TP ranks of its pipeline stage, over which experts may spread; None: those of ``communicator``."""
 
@@ -257,7 +259,10 @@ class CommunicatorEntry(Entry["Communicator"]):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayerEntry(Entry["ParallelLayer"]):
-    """``build(ParallelLayerContext) -> ParallelLayer``; names are unique within a kind."""
+    """``build(ParallelLayerContext) -> ParallelLayer``; names are unique within a kind.
+
+    Capability ``expert_parallel``, of a moe layer: each rank holds whole experts.
+    """
 
     kind: LayerKind
 

@@ -101,6 +101,8 @@ class DecoderBuilder:
         self._factory = ParallelLayerFactory(config, registry, group, method, device=device, dtype=dtype)
         self._chosen = {"attention": attention_name, "linear_method": linear_name, "operators": operators_name}
         self._parameters: dict[str, Load] = {}
+        self._shared: dict[str, Any] = {}
+        """What moe layers have in common."""
 
     def build(self) -> BuiltDecoder:
         """Allocate everything."""
@@ -243,6 +245,7 @@ class DecoderBuilder:
             activation=d.activation,
             operators=self._operators,
             registry=self._registry,
+            shared=self._shared,
             expert_group=self._expert_group,
         )
         for name, tensor in mixture_tensors(d).items():

@@ -14,6 +14,8 @@ pytest.register_assert_rewrite(
     *(
         f"fourfold.testing.{module}"
         for module in (
+            "all_to_all",
+            "all_to_all_cases",
             "attention",
             "communicator",
             "communicator_cases",
