@@ -20,7 +20,10 @@ pytest.register_assert_rewrite(
             "communicator",
             "communicator_cases",
             "executor",
+            "experts",
             "linear_method",
+            "moe",
+            "moe_cases",
             "operators",
         )
     )
