@@ -67,6 +67,7 @@ class EngineClient:
     ) -> None:
         """``coordinated``: a coordinator tells how engines stand of which nothing is heard directly."""
         self.api_index = api_index
+        self.run_directory = run_directory
         self._address = f"ipc://{run_directory}/api-{api_index}"
         self._balancer = balancer
         self._block_size = block_size
@@ -151,6 +152,10 @@ class EngineClient:
     async def call_all(self, calls: Sequence[Call], *, timeout: float) -> None:
         """See ``UtilityCalls.call_all``."""
         await self._utilities.call_all(calls, timeout=timeout)
+
+    def check_all_up(self) -> None:
+        """Raise as ``call_all`` does where it would make no call at all."""
+        self._utilities.engines_up()
 
     async def call_utility(self, engine: int, method: str, **arguments: Any) -> Any:
         """See ``UtilityCalls.call``; with this client's timeout."""

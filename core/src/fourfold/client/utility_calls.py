@@ -52,7 +52,7 @@ class UtilityCalls:
         engine refuses, with status 409 while one starts and 503 when none is up; EngineError for what fails.
         """
         for method, arguments in calls:
-            up = self._engines_up()
+            up = self.engines_up()
             answers = await asyncio.gather(
                 *(self.call(engine, method, arguments, timeout=timeout) for engine in up), return_exceptions=True
             )
@@ -85,7 +85,8 @@ class UtilityCalls:
                     ExecutorFailed(f"engine {engine} died during {waiting.method!r}: {reason}")
                 )
 
-    def _engines_up(self) -> list[int]:
+    def engines_up(self) -> list[int]:
+        """Those that ``call_all`` would call; raises as it does."""
         states = [link.state for link in self._links]
         if EngineState.STARTING in states:
             starting = states.index(EngineState.STARTING)

@@ -208,7 +208,10 @@ class EngineLoop:
             if refusal is not None:
                 self._send_outputs(self._clients[message.client], [refusal])
         else:
-            self._clients[message.client].send(self._call_utility(message))
+            reply = self._call_utility(message)
+            if OPERATIONS.get(message.method):  # who asked knows how things stand before it has the reply
+                self._send_outputs(self._clients[message.client], [])
+            self._clients[message.client].send(reply)
 
     def _add(self, request: AddRequest) -> RequestOutput | None:
         try:
