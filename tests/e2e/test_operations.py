@@ -1,4 +1,4 @@
-"""What operators do to running replicas: sleep, other weights; with streams that go on, and replicas that die meanwhile."""
+"""What operators do to running replicas: sleep and other weights, while streams run and replicas die."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fourfold import LLM
+from fourfold import LLM, SamplingParams
 from fourfold.errors import ConfigError, EngineError
 
 from .conftest import Start
@@ -42,9 +42,14 @@ def kill(server: Server, label: str, state: str) -> None:
     wait_until(lambda: replicas(server) == [state] * 2, 60, f"both replicas {state}")
 
 
+def generate(llm: LLM) -> list[list[int]]:
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    return [result.outputs[0].token_ids for result in llm.generate(["a", "b c"], params)]
+
+
 def save_other_weights(tiny_model: Path, folder: Path) -> Path:
     """The tiny model with other random weights."""
-    with LLM(str(tiny_model), load_format="dummy", dtype="float32", seed=5, num_blocks=64) as llm:
+    with LLM(str(tiny_model), load_format="dummy", dtype="float32", seed=5, num_blocks=600) as llm:
         llm.save_sharded_state(folder)
     return folder
 
@@ -90,18 +95,18 @@ def test_all_ranks_sleep_and_take_other_weights(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     other = save_other_weights(tiny_model, tmp_path / "other")
-    options: dict[str, Any] = {"dtype": "float32", "num_blocks": 200}
+    options: dict[str, Any] = {"dtype": "float32", "num_blocks": 600}
     with LLM(str(other), **options) as llm:
-        expected = [result.outputs[0].token_ids for result in llm.generate(["a", "b c"])]
+        expected = generate(llm)
     with LLM(str(tiny_model), load_format="dummy", **options, **cut) as llm:
-        before = [result.outputs[0].token_ids for result in llm.generate(["a", "b c"])]
+        before = generate(llm)
         llm.sleep(level=2)
         with pytest.raises(EngineError, match="the engine is asleep"):
-            llm.generate("a")
+            generate(llm)
         llm.wake_up()
         llm.reset_prefix_cache()
-        assert [result.outputs[0].token_ids for result in llm.generate(["a", "b c"])] == before
+        assert generate(llm) == before
         with pytest.raises(ConfigError, match="rank 0: there is no file or folder '/nowhere'"):
             llm.update_weights("/nowhere")
         llm.update_weights(other)
-        assert [result.outputs[0].token_ids for result in llm.generate(["a", "b c"])] == expected != before
+        assert generate(llm) == expected != before
