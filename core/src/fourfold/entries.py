@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fourfold.contracts.operators import Operators
     from fourfold.contracts.parallel_layer import ParallelLayer
     from fourfold.contracts.scheduling_policy import SchedulingPolicy
+    from fourfold.contracts.step_part import StepPart
     from fourfold.contracts.tokenizer import Tokenizer
     from fourfold.distributed.group_coordinator import GroupCoordinator
     from fourfold.layout import ParallelLayout
@@ -162,7 +163,7 @@ class ParallelLayerContext:
     activation: Activation = "silu"
     registry: PluginRegistry | None = None
     """Where it finds its own parts, by the names in ``config``."""
-    shared: dict[str, Any] = field(default_factory=dict)
+    shared: dict[str, StepPart] = field(default_factory=dict)
     """What the moe layers of one decoder have in common, under names of their own."""
     expert_group: GroupCoordinator | None = None
     """The DP x TP ranks of its pipeline stage, over which experts may spread; None: those of ``communicator``."""

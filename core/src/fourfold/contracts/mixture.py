@@ -27,6 +27,9 @@ class Experts(Protocol):
         ``expert`` is a local slot. A slot may be loaded again, between two steps.
         """
 
+    def matrix(self, expert: int, part: ExpertPart) -> torch.Tensor:
+        """What ``load`` took, in the dtype of the layer; to be read at once, by whom the expert moves to."""
+
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """``down(act(gate(x)) * up(x))`` of each row's experts, weighted and summed.
 

@@ -37,7 +37,11 @@ class GroupedExperts:
 
     def load(self, expert: int, part: ExpertPart, tensor: torch.Tensor) -> None:
         """Cast and copy."""
-        matrix_of(self._gate_up, self._down, expert, part).copy_(tensor)
+        self.matrix(expert, part).copy_(tensor)
+
+    def matrix(self, expert: int, part: ExpertPart) -> torch.Tensor:
+        """A view."""
+        return matrix_of(self._gate_up, self._down, expert, part)
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The sum of a row is taken in fp32, in the order of ``ids``."""

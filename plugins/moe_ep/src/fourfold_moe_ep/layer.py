@@ -8,7 +8,6 @@ from fourfold.errors import ConfigError
 from fourfold.layers.mixture import build_experts
 from fourfold.layers.router import RouterGate
 from fourfold.layers.shared_experts import SharedExperts
-from fourfold_moe_ep.expert_copies import CopyTable, first_map
 from fourfold_moe_ep.spread import spread_of
 
 if TYPE_CHECKING:
@@ -27,16 +26,15 @@ class ExpertParallelLayer:
         if mixture is None:
             raise ConfigError("a moe layer needs the description of its mixture")
         self._spread = spread_of(context, mixture)
-        self._map = first_map(1, mixture.num_experts, self._spread.num_physical)
-        self._copies = CopyTable(self._map, 0, context.device)
         self._router = RouterGate(context, mixture)
-        experts, self._experts = build_experts(
+        chosen, self._experts = build_experts(
             context, num_experts=len(self._spread.local), intermediate_size=mixture.intermediate_size
         )
+        self._held = self._spread.hold(self._experts, mixture, context)
         self._shared = SharedExperts(context, mixture) if mixture.shared_intermediate_size else None
         self._communicator = context.communicator
         self.backends = {
-            "experts": experts,
+            "experts": chosen,
             "expert_placement": self._spread.placement,
             "all_to_all": self._spread.all_to_all,
         }
@@ -48,8 +46,7 @@ class ExpertParallelLayer:
             self._router.load(rest, tensor)
         elif kind == "experts":
             expert, part, _ = rest.split(".")
-            logical = self._map.physical_to_logical[0, self._spread.local]
-            for slot in (logical == int(expert)).nonzero()[0].tolist():
+            for slot in self._held.slots_of(int(expert)):
                 self._experts.load(slot, cast("ExpertPart", part), tensor[:])
         elif self._shared is not None:
             self._shared.load(parameter, tensor)
@@ -64,7 +61,7 @@ class ExpertParallelLayer:
     def _sum(self, x: torch.Tensor) -> torch.Tensor:
         """All ranks have all tokens: each adds what its own experts make of them."""
         ids, weights = self._router(x)
-        out = self._experts(x, self._spread.slots(self._copies.choose(ids)), weights)
+        out = self._experts(x, self._spread.slots(self._held.choose(ids)), weights)
         if self._shared is not None:
             out = out + self._shared(x)
         return out if self._communicator is None else self._communicator.all_reduce(out)
@@ -74,7 +71,7 @@ class ExpertParallelLayer:
         own, sizes = self._spread.own_tokens(len(x)), self._spread.sizes(len(x))
         mine = x[own]
         ids, weights = self._router(mine)
-        wire.dispatch_send(mine, self._copies.choose(ids), weights, sizes=sizes)
+        wire.dispatch_send(mine, self._held.choose(ids), weights, sizes=sizes)
         shared = None if self._shared is None else self._shared(x)
         arrived = wire.dispatch_receive()
         wire.combine_send(self._experts(arrived.x, self._spread.slots(arrived.ids), arrived.weights))

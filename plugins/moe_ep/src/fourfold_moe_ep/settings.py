@@ -20,10 +20,18 @@ class ExpertParallelSettings:
 
     redundant_experts: int = 0
     """Copies of experts that the ranks hold together, beside one of each; for balance, one a rank is enough."""
+    rebalance_interval: int = 0
+    """Steps after which experts may move to where they balance the ranks; 0: they stay."""
+    rebalance_gain: float = 0.05
+    """How much more balanced (1 is perfect) the ranks must get for experts to move."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.redundant_experts <= _MOST_REDUNDANT:
             raise ConfigError(f"--moe-ep-redundant-experts is {self.redundant_experts}; from 0 to {_MOST_REDUNDANT}")
+        if self.rebalance_interval < 0:
+            raise ConfigError(f"--moe-ep-rebalance-interval is {self.rebalance_interval}; 0, or a number of steps")
+        if not 0.0 <= self.rebalance_gain <= 1.0:
+            raise ConfigError(f"--moe-ep-rebalance-gain is {self.rebalance_gain}; from 0 to 1")
 
 
 _MOST_REDUNDANT: Final = 4096

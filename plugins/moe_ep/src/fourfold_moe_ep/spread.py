@@ -13,11 +13,16 @@ from fourfold.errors import ConfigError
 from fourfold.layers.partition import cut_evenly
 from fourfold.models.backends import build_backend
 from fourfold.selection import AUTO, select
+from fourfold_moe_ep.expert_copies import first_map
+from fourfold_moe_ep.held_experts import HeldExperts
+from fourfold_moe_ep.rebalancing import Rebalancing
 from fourfold_moe_ep.settings import settings_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from fourfold.contracts.communicator import Communicator
-    from fourfold.contracts.mixture import AllToAll
+    from fourfold.contracts.mixture import AllToAll, Experts
     from fourfold.entries import ParallelLayerContext
     from fourfold.models.description import MixtureDescription
     from fourfold.plugins import PluginRegistry
@@ -58,6 +63,47 @@ class ExpertSpread:
         slots[self.local] = torch.arange(len(self.local), dtype=torch.int32)
         self._slots = slots.to(context.device)
         self.all_to_all, self.wire = self._connect(context, mixture, registry, group)
+        self._settings = settings_of(context.config)
+        self._held: list[HeldExperts] = []
+        self._rebalancing: Rebalancing | None = None
+        if self._settings.rebalance_interval:
+            chosen = select("rebalancer", registry.rebalancers(), backends.rebalancer, context.config)
+            self._rebalancing = Rebalancing(
+                self._held,
+                chosen.entry.build(None),
+                group.communicator,
+                self.owners,
+                interval=self._settings.rebalance_interval,
+                least_gain=self._settings.rebalance_gain,
+            )
+
+    def hold(self, experts: Experts, mixture: MixtureDescription, context: ParallelLayerContext) -> HeldExperts:
+        """Add the next layer's."""
+        held = HeldExperts(
+            experts,
+            first_map(1, mixture.num_experts, self.num_physical),
+            self.local,
+            sizes=(context.in_features, mixture.intermediate_size),
+            dtype=context.dtype,
+            device=context.device,
+            counts_load=self._rebalancing is not None,
+        )
+        self._held.append(held)
+        return held
+
+    def end_step(self) -> None:
+        """See ``fourfold.contracts.step_part.StepPart``."""
+        if self._rebalancing is not None:
+            self._rebalancing.end_step()
+
+    def counters(self) -> Mapping[str, float]:
+        """See StepPart."""
+        return {} if self._rebalancing is None else self._rebalancing.counters
+
+    def close(self) -> None:
+        """See StepPart."""
+        if self.wire is not None:
+            self.wire.close()
 
     def slots(self, physical: torch.Tensor) -> torch.Tensor:
         """Physical experts, or -1 -> slots of this rank, or -1 where it has none; int32, of one shape."""
