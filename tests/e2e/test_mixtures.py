@@ -1,5 +1,5 @@
 """A mixture of experts whose experts are all the embedded model's feed-forward says what that model says, however it is
-cut; one with stacked experts is saved in parts and loaded again.
+cut; one with stacked experts sleeps, is saved in parts, and loaded again.
 """
 
 from __future__ import annotations
@@ -87,13 +87,16 @@ def test_golden_cases(cut: str, upcycled: Path) -> None:
     assert [ids for _, ids in found][: len(IDS)] == IDS
 
 
-def test_a_saved_state_of_stacked_experts_is_loaded_at_another_cut(stacked: Path, tmp_path: Path) -> None:
+def test_stacked_experts_are_read_again_after_sleep_and_at_another_cut(stacked: Path, tmp_path: Path) -> None:
     def ids(llm: LLM) -> list[int]:
         return list(llm.generate("a b c", SamplingParams(max_tokens=12, temperature=0))[0].outputs[0].token_ids)
 
     small = {"dtype": "float32", "kv_cache_memory": 4 << 20}
     with LLM(str(stacked), **small) as llm:
         expected = ids(llm)
+        llm.sleep(level=2)
+        llm.wake_up()
+        assert ids(llm) == expected
     with LLM(str(stacked), tensor_parallel_size=2, **small) as llm:
         assert ids(llm) == expected
         llm.save_sharded_state(tmp_path / "saved")
