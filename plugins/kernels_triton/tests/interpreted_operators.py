@@ -9,7 +9,8 @@ from fourfold.config.engine_config import EngineConfig
 from fourfold.entries import ComputeContext
 from fourfold.errors import Unsupported
 from fourfold.layers.torch_operators import TorchOperators
-from fourfold.testing.operators import MIXTURES, OperatorsConformance
+from fourfold.testing.expert_choosing import MIXTURES, ExpertChoosingConformance
+from fourfold.testing.operators import OperatorsConformance
 from fourfold.worker.philox import gumbel_rows
 from fourfold_kernels_triton import gpu_support
 from fourfold_kernels_triton.operators import TritonOperators
@@ -32,6 +33,10 @@ def twin():
 
 
 class TestConformance(OperatorsConformance):
+    name = "triton"
+
+
+class TestChoosing(ExpertChoosingConformance):
     name = "triton"
 
 

@@ -9,7 +9,7 @@ import torch
 
 from fourfold.config.engine_config import EngineConfig
 from fourfold.entries import ComputeContext
-from fourfold.testing.operators import MIXTURES
+from fourfold.testing.expert_choosing import MIXTURES
 from fourfold_kernels_triton import operators
 
 sys.path.insert(0, str(Path(__file__).parent))

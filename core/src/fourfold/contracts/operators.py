@@ -5,12 +5,10 @@ T is tokens, H hidden size, I intermediate size, V vocabulary size, R rows to sa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
-
-    from fourfold.models.description import MixtureDescription
 
 
 class Operators(Protocol):
@@ -71,16 +69,3 @@ class Operators(Protocol):
 
     def log_normalizer(self, logits: torch.Tensor) -> torch.Tensor:
         """log(sum(exp(logits))) a row: fp32 [R, V] -> fp32 [R]."""
-
-
-@runtime_checkable
-class ExpertChoosing(Protocol):
-    """What operators also offer that choose the experts of a mixture; without it, torch does."""
-
-    def choose_experts(
-        self, logits: torch.Tensor, bias: torch.Tensor | None, mixture: MixtureDescription
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``fourfold.layers.router.Router``: fp32 [T, E], fp32 [E] -> ids int32 [T, K], weights fp32 [T, K].
-
-        Among equal scores any may be chosen, none twice.
-        """

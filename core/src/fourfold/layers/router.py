@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fourfold.contracts.operators import ExpertChoosing
+from fourfold.contracts.expert_choosing import ExpertChoosing
 from fourfold.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -9,10 +9,8 @@ import torch
 
 from fourfold.config.engine_config import EngineConfig
 from fourfold.config.model_config import Dtype, ModelConfig
-from fourfold.contracts.operators import ExpertChoosing, Operators
-from fourfold.layers.router import Router
+from fourfold.contracts.operators import Operators
 from fourfold.layers.torch_operators import TorchOperators
-from fourfold.models.description import MixtureDescription
 from fourfold.plugins import load_plugins
 from fourfold.testing.conformance import Conformance
 from fourfold.testing.linear_method import assert_near, compute_context
@@ -21,25 +19,6 @@ EPSILON = 1e-6
 HIDDEN = (64, 75, 576)
 ROWS = (1, 3, 17)
 VOCABULARY = (5, 1000, 4099)
-MIXTURES = (
-    MixtureDescription(num_experts=128, top_k=8, intermediate_size=1, normalize=True),
-    MixtureDescription(num_experts=60, top_k=4, intermediate_size=1),
-    MixtureDescription(num_experts=8, top_k=1, intermediate_size=1, scale=1.5),
-    MixtureDescription(num_experts=5, top_k=5, intermediate_size=1),
-    MixtureDescription(num_experts=15, top_k=3, intermediate_size=1, num_groups=5, top_groups=2, scale=16.0),
-    MixtureDescription(
-        num_experts=256,
-        top_k=8,
-        intermediate_size=1,
-        scoring="sigmoid",
-        normalize=True,
-        scale=2.5,
-        num_groups=8,
-        top_groups=4,
-        group_score="top2_sum",
-        score_bias=True,
-    ),
-)
 
 
 class OperatorsConformance(Conformance):
@@ -159,24 +138,6 @@ class OperatorsConformance(Conformance):
                 logits[:, ::4] = -torch.inf
                 found = operators.log_normalizer(logits.clone())
                 assert_near(found, twin.log_normalizer(logits), "float32", torch.float32)
-
-    def test_experts_are_chosen_as_the_router_does(self, built: list[tuple[Dtype, Operators]]) -> None:
-        for _, operators in built:
-            if not isinstance(operators, ExpertChoosing):
-                continue
-            for mixture in MIXTURES:
-                bias = self.random("float32", mixture.num_experts) if mixture.score_bias else None
-                for rows in (0, *ROWS):
-                    logits = 2 * self.random("float32", rows, mixture.num_experts)
-                    ids, weights = operators.choose_experts(logits.clone(), bias, mixture)
-                    assert (ids.dtype, weights.dtype) == (torch.int32, torch.float32)
-                    expected, factors = Router(mixture)(logits, bias)
-                    found, order = ids.sort(dim=1)
-                    wanted, twin_order = expected.sort(dim=1)
-                    assert torch.equal(found, wanted)
-                    torch.testing.assert_close(
-                        weights.gather(1, order), factors.gather(1, twin_order), rtol=1e-5, atol=1e-7
-                    )
 
     def random(self, dtype: Dtype, *shape: int) -> torch.Tensor:
         """Normal noise."""

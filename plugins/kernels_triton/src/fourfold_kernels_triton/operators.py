@@ -147,42 +147,6 @@ class TritonOperators:
         )
         return out
 
-    def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
-        """See the contract."""
-        # The factor is rounded to the dtype first, as a checkpoint's own scale is; on the host, once.
-        key = (factor, x.dtype)
-        if key not in self._factors:
-            self._factors[key] = torch.tensor(factor, dtype=x.dtype).item()
-        return x * self._factors[key]
-
-    def soft_cap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
-        """See the contract; in place."""
-        rows, width = logits.shape
-        grid = (rows, -(-width // _COLUMNS))
-        launch(soft_cap_rows, grid, logits, logits.stride(0), width, cap, BLOCK=_COLUMNS)
-        return logits
-
-    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """See the contract."""
-        out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-        self._reduce(argmax_rows, logits, (), torch.int32, out)
-        return out
-
-    def gumbel_argmax(
-        self, logits: torch.Tensor, inverse_temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """See the contract."""
-        out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-        inputs = (inverse_temperature, seeds, positions)
-        self._reduce(gumbel_argmax_rows, logits, inputs, torch.int32, out, enable_fp_fusion=False)
-        return out
-
-    def log_normalizer(self, logits: torch.Tensor) -> torch.Tensor:
-        """See the contract."""
-        out = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-        self._reduce(log_normalizer_rows, logits, (), torch.float32, out)
-        return out
-
     def choose_experts(
         self, logits: torch.Tensor, bias: torch.Tensor | None, mixture: MixtureDescription
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -218,6 +182,42 @@ class TritonOperators:
             num_warps=1 if groups * sizes <= _WARP_LANES else 4,
         )
         return ids, weights
+
+    def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        """See the contract."""
+        # The factor is rounded to the dtype first, as a checkpoint's own scale is; on the host, once.
+        key = (factor, x.dtype)
+        if key not in self._factors:
+            self._factors[key] = torch.tensor(factor, dtype=x.dtype).item()
+        return x * self._factors[key]
+
+    def soft_cap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
+        """See the contract; in place."""
+        rows, width = logits.shape
+        grid = (rows, -(-width // _COLUMNS))
+        launch(soft_cap_rows, grid, logits, logits.stride(0), width, cap, BLOCK=_COLUMNS)
+        return logits
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """See the contract."""
+        out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+        self._reduce(argmax_rows, logits, (), torch.int32, out)
+        return out
+
+    def gumbel_argmax(
+        self, logits: torch.Tensor, inverse_temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """See the contract."""
+        out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+        inputs = (inverse_temperature, seeds, positions)
+        self._reduce(gumbel_argmax_rows, logits, inputs, torch.int32, out, enable_fp_fusion=False)
+        return out
+
+    def log_normalizer(self, logits: torch.Tensor) -> torch.Tensor:
+        """See the contract."""
+        out = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+        self._reduce(log_normalizer_rows, logits, (), torch.float32, out)
+        return out
 
     def _compile(self) -> Compilation | None:
         """Start compiling the draw, whose kernel takes longest; the others depend on the model's widths."""
