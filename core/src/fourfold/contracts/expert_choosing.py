@@ -1,4 +1,4 @@
-"""What operators may also offer: the choice of a token's experts in one go. T is tokens, E experts, K experts a token."""
+"""What operators may also offer: to choose the experts of tokens. T is tokens, E experts, K experts a token."""
 
 from __future__ import annotations
 
