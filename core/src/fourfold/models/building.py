@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fourfold.contracts.attention_backend import AttentionSpec
 from fourfold.entries import AttentionContext, ComputeContext
+from fourfold.layers.lora_linear import LoraLinearMethod
 from fourfold.layers.partition import cut_heads
 from fourfold.layers.rotary import rotary_table
+from fourfold.models.adapters import AdapterSlots, AdapterTarget
 from fourfold.models.backends import build_backend, log_passed_over
 from fourfold.models.decoder import Decoder
 from fourfold.models.decoder_layer import DecoderLayer, HeadNorm, LayerParts
@@ -44,6 +46,8 @@ class BuiltDecoder:
     """Checkpoint tensor name -> takes this rank's part of it."""
     linear_method: LinearMethod
     """Holds the weights of all linear layers."""
+    adapters: AdapterSlots | None
+    """None where --enable-lora is not given."""
 
 
 class DecoderBuilder:
@@ -87,9 +91,20 @@ class DecoderBuilder:
                 "attention backend": backends.attention_backends() if names.attention == AUTO else {},
             },
         )
-        self._factory = ParallelLayerFactory(config, registry, group, self._method, device=device, dtype=dtype)
+        enabled = config.lora.enable_lora
+        self._lora = LoraLinearMethod(self._method, device=device, dtype=dtype) if enabled else None
+        self._factory = ParallelLayerFactory(
+            config,
+            registry,
+            group,
+            self._lora or self._method,
+            device=device,
+            dtype=dtype,
+            vocabulary_method=self._method,
+        )
         self._chosen = {"attention": attention_name, "linear_method": linear_name, "operators": operators_name}
         self._parameters: dict[str, Load] = {}
+        self._targets: dict[str, AdapterTarget] = {}
 
     def build(self) -> BuiltDecoder:
         """Allocate everything."""
@@ -115,7 +130,8 @@ class DecoderBuilder:
             dtype=self._dtype,
             block_size=self._config.cache.block_size,
         )
-        return BuiltDecoder(decoder=decoder, parameters=self._parameters, linear_method=self._method)
+        adapters = None if self._lora is None else AdapterSlots(self._lora, self._targets)
+        return BuiltDecoder(decoder=decoder, parameters=self._parameters, linear_method=self._method, adapters=adapters)
 
     def _build_embedding(self) -> VocabularyLayer:
         d = self._description
@@ -222,6 +238,7 @@ class DecoderBuilder:
         layer = self._factory.build(kind, *sizes, bias=bias, in_heads=in_heads)
         for part, module in modules.items():
             own = f"{part}." if part else ""
+            self._targets[module] = AdapterTarget(load=partial(layer.load, f"{own}weight"), cuts_inputs=kind == "row")
             for parameter in ("weight", "bias") if bias else ("weight",):
                 self._take(f"{module}.{parameter}", layer, own + parameter)
         return layer
