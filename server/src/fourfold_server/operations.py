@@ -57,7 +57,7 @@ class Operations:
             change.write(replace(change.state, asleep=tuple(tag for tag in change.state.asleep if tag != WEIGHTS)))
 
     async def load_adapter(self, name: str, folder: str, taken: Sequence[str]) -> None:
-        """Let requests name a LoRA adapter; ``taken`` are names that are not free for it. All engines have it, or none."""
+        """Let requests name a LoRA adapter, on all engines or none; ``taken`` are names that are not free for it."""
         with changing_state(self._client.run_directory) as change:
             before = change.state
             if name in taken or any(adapter.name == name for adapter in before.adapters):

@@ -171,8 +171,9 @@ class LLM:
     ) -> list[RequestResult]:
         """Go on from every prompt; results are in the order of ``prompts``.
 
-        ``params`` are one for all prompts or one each, ``adapter`` is a loaded LoRA adapter's name. Raises RequestError,
-        before anything runs, for a prompt or parameter that cannot work, and EngineError when the engine fails.
+        ``params`` are one for all prompts or one each, ``adapter`` is the name of a loaded LoRA adapter. Raises
+        RequestError, before anything runs, for a prompt or parameter that cannot work, and EngineError when the engine
+        fails.
         """
         several = _as_list(prompts)
         return self._run([self._encode(prompt, place) for place, prompt in enumerate(several)], params, adapter)
