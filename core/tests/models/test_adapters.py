@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,10 @@ def test_adapters_equal_merged_weights_alone_and_mixed(
     # The model's weights can be read again beneath adapters; one of these that is not whole leaves none.
     fill_model(built, checkpoint, NoProgress())
     near(paged(built.decoder).step({0: PROMPTS[2]}), 2)
+    strange = read_adapter(tmp_path / "adapter1", checkpoint.description, max_rank=4)
+    name = "model.layers.0.input_layernorm"  # stands for a layer of a kind that knows no adapters
+    with pytest.raises(CheckpointError, match=f"adapts {name}, a layer of a kind that cannot be adapted"):
+        built.adapters.load(1, replace(strange, modules={name: next(iter(strange.modules.values()))}))
     broken = read_adapter(tmp_path / "adapter2", checkpoint.description, max_rank=4)
     broken.file.write_bytes(broken.file.read_bytes()[:-4])
     with pytest.raises(CheckpointError):

@@ -82,7 +82,7 @@ def test_close_releases_graphs(drive, recording_operators, history_model, times:
 def test_steps_with_adapters_run_plainly(drive, recording_operators, history_model) -> None:
     operators = recording_operators()
     method = LoraLinearMethod(TorchLinearMethod(CONTEXT), device=CONTEXT.device, dtype=torch.float32)
-    driver = drive(history_model(operators=operators), adapters=AdapterSlots(method, {}))
+    driver = drive(history_model(operators=operators), adapters=AdapterSlots(method, {}, ()))
     for slot, adapter in enumerate((0, 3, 0, 2)):
         driver.add(slot, [slot + 5, 7], adapter=adapter)
     seen = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from fourfold.checkpoints.safetensors_file import MappedFile
+from fourfold.errors import CheckpointError
 
 if TYPE_CHECKING:
     from fourfold.checkpoints.adapter_file import Adapter
@@ -34,10 +35,11 @@ class AdapterTarget:
 class AdapterSlots:
     """Slots are small numbers from 1 on, which the engine hands out."""
 
-    def __init__(self, method: LoraLinearMethod, targets: dict[str, AdapterTarget]) -> None:
-        """``targets``: by the module's name in the checkpoint; those of other ranks' layers are not among them."""
+    def __init__(self, method: LoraLinearMethod, targets: Mapping[str, AdapterTarget], tensors: Container[str]) -> None:
+        """``targets``: by the module's name in the checkpoint; ``tensors``: names of all that this rank has parts of."""
         self._method = method
         self._targets = targets
+        self._tensors = tensors
 
     def load(self, slot: int, adapter: Adapter) -> None:
         """Read this rank's part of an adapter that was checked. Raises CheckpointError, and then there is none."""
@@ -46,7 +48,9 @@ class AdapterSlots:
         try:
             for module, names in adapter.modules.items():
                 target = self._targets.get(module)
-                if target is not None:
+                if target is None and f"{module}.weight" in self._tensors:
+                    raise CheckpointError(f"{adapter.file} adapts {module}, a layer of a kind that cannot be adapted")
+                if target is not None:  # else it is another stage's
                     a, b = file.view(names.a)[:], file.view(names.b)[:].float() * adapter.scale
                     if target.cuts_inputs:
                         with self._method.storing(slot, whole_b=b):

@@ -11,8 +11,9 @@ from fourfold.distributed.model_parallel import GroupLinks, ModelParallel, initi
 from fourfold.errors import CheckpointError, ConfigError
 from fourfold.layout import ParallelLayout
 from fourfold.models.building import BuiltDecoder, DecoderBuilder
+from fourfold.models.mixture_tensors import MixtureReader
 from fourfold.models.stage_partition import Stage
-from fourfold.models.tensor_table import EMBEDDING, HARMLESS, HEAD, checkpoint_tensors
+from fourfold.models.tensor_table import EMBEDDING, HARMLESS, HEAD, checkpoint_tensors, layer_prefix
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +68,15 @@ def build_model(
         parallel = initialize_model_parallel(layout, context.rank, _refuse_to_connect)
     stage = stage or Stage(layers=range(description.num_layers))
     return DecoderBuilder(
-        description, context.config, registry, parallel.tp, stage=stage, device=device, dtype=dtype, rank=context.rank
+        description,
+        context.config,
+        registry,
+        parallel.tp,
+        expert_group=parallel.ep,
+        stage=stage,
+        device=device,
+        dtype=dtype,
+        rank=context.rank,
     ).build()
 
 
@@ -87,12 +96,13 @@ def check_model(built: BuiltDecoder, checkpoint: Checkpoint) -> None:
 def _read(built: BuiltDecoder, checkpoint: Checkpoint, progress: Progress, *, load: bool) -> None:
     description = built.decoder.description
     with checkpoint.format.open(checkpoint.folder) as reader:
-        names = set(reader.names())
+        known = reader if description.mixture is None else MixtureReader(reader)
+        names = set(known.names())
         shapes = checkpoint_tensors(description)
         _check_names(names, built.parameters, shapes, description)
         progress.task("loading weights", len(built.parameters))
         for name, take in built.parameters.items():
-            tensor = reader.tensor(name)
+            tensor = known.tensor(name)
             if tuple(tensor.shape) != shapes[name]:
                 raise CheckpointError(
                     f"tensor {name} has shape {list(tensor.shape)}, but config.json makes it {list(shapes[name])}"
@@ -101,7 +111,7 @@ def _read(built: BuiltDecoder, checkpoint: Checkpoint, progress: Progress, *, lo
                 take(tensor)
             progress.advance(1)
         if description.tied_embeddings and HEAD in names:
-            _check_tied(reader)
+            _check_tied(known)
 
 
 def _check_names(names: set[str], needed: Iterable[str], known: Iterable[str], description: ModelDescription) -> None:
@@ -110,6 +120,8 @@ def _check_names(names: set[str], needed: Iterable[str], known: Iterable[str], d
     left_over = sorted(name for name in names.difference(known) if not HARMLESS.search(name))
     if description.tied_embeddings:
         left_over = [name for name in left_over if name != HEAD]
+    unused = tuple(layer_prefix(description.num_layers + number) for number in range(description.unused_layers))
+    left_over = [name for name in left_over if not name.startswith(unused)]
     if missing:
         close = difflib.get_close_matches(missing[0], left_over, n=1)
         hint = f"; it holds {close[0]}, which nothing takes" if close else ""

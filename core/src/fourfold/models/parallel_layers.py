@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fourfold.distributed.group_coordinator import GroupCoordinator
     from fourfold.plugins import PluginRegistry
 
-_VOCABULARY: Final = ("vocab_embedding", "head")
+_ADAPTED: Final = ("column", "row", "merged_column", "qkv")
 
 
 class ParallelLayerFactory:
@@ -33,13 +33,13 @@ class ParallelLayerFactory:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        vocabulary_method: LinearMethod | None = None,
+        adapted_method: LinearMethod | None = None,
     ) -> None:
-        """``vocabulary_method`` is for embeddings and heads; by default it is ``linear_method`` too."""
+        """``adapted_method`` is for layers that LoRA adapters may change; by default it is ``linear_method`` too."""
         self._config = config
         self._group = group
         self._linear_method = linear_method
-        self._vocabulary_method = vocabulary_method or linear_method
+        self._adapted_method = adapted_method or linear_method
         self._device = device
         self._dtype = dtype
         self._names = names_by_kind(config.backends.parallel_layer)
@@ -58,7 +58,7 @@ class ParallelLayerFactory:
             rank=self._group.rank,
             world_size=self._group.world_size,
             communicator=self._group.communicator,
-            linear_method=self._vocabulary_method if kind in _VOCABULARY else self._linear_method,
+            linear_method=self._adapted_method if kind in _ADAPTED else self._linear_method,
             in_features=in_features,
             out_sizes=out_sizes,
             bias=bias,
@@ -70,6 +70,13 @@ class ParallelLayerFactory:
         self.chosen[kind], layer = build_backend(
             f"{kind} parallel layer", entries, wanted, self._config, lambda entry: entry.build(context)
         )
+        spreads = "expert_parallel" in entries[self.chosen[kind]].capabilities
+        if kind == "moe" and self._config.parallel.enable_expert_parallel and not spreads:
+            raise ConfigError(
+                f"--enable-expert-parallel is given, and moe parallel layer {self.chosen[kind]!r} cuts every expert; "
+                "install a plugin that offers one with the capability expert_parallel, or leave moe=... out of "
+                "--parallel-layer"
+            )
         return layer
 
 

@@ -149,12 +149,19 @@ class Worker:
         started, waited = time.perf_counter(), runner.waited_seconds
         launched = runner.launch(self._decode_step.decode(message))
         reply = None if self._asynchronous else self._encode(launched.result())
+        for part in self._need_loaded("execute_model").decoder.step_parts:
+            part.end_step()
         self._busy_seconds += time.perf_counter() - started - (runner.waited_seconds - waited)
         return DeferredReply(lambda: self._encode(launched.result())) if reply is None else reply
 
     def busy_seconds(self) -> float:
         """Seconds that this rank has spent in steps so far, without its waits for other stages; on the host's side."""
         return self._busy_seconds
+
+    def layer_counters(self) -> dict[str, float]:
+        """Named figures of the layers, for ``/metrics``; empty for layers that have none."""
+        parts = self._need_loaded("layer_counters").decoder.step_parts
+        return {name: value for part in parts for name, value in part.counters().items()}
 
     def check_health(self) -> None:
         """Return when everything that was started on the device is done."""
@@ -237,6 +244,8 @@ class Worker:
         if runner is not None:
             runner.close()
         if loaded is not None:
+            for part in loaded.decoder.step_parts:
+                part.close()
             loaded.parallel.close()
 
     def _adapter_slots(self, loaded: _Loaded) -> AdapterSlots:
