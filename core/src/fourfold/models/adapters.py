@@ -36,7 +36,7 @@ class AdapterSlots:
     """Slots are small numbers from 1 on, which the engine hands out."""
 
     def __init__(self, method: LoraLinearMethod, targets: Mapping[str, AdapterTarget], tensors: Container[str]) -> None:
-        """``targets``: by the module's name in the checkpoint; ``tensors``: names of all that this rank has parts of."""
+        """``targets``: by the module's name in the checkpoint; ``tensors``: names of all that this rank has."""
         self._method = method
         self._targets = targets
         self._tensors = tensors

@@ -69,5 +69,5 @@ def write_adapter(
 def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     writer = SafetensorsWriter(path, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     for name, tensor in tensors.items():
-        writer.write(name, memoryview(tensor.contiguous().numpy()))
+        writer.write(name, tensor.contiguous().numpy().data)
     writer.close()
