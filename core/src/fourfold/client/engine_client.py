@@ -358,9 +358,9 @@ class EngineClient:
             self.abort([output.request_id])
 
     def _balanced(self, request: AddRequest) -> BalancedRequest:
-        tokens, salt = request.prompt_token_ids, request.cache_salt
+        tokens, salt, adapter = request.prompt_token_ids, request.cache_salt, request.adapter
         return BalancedRequest(
             num_prompt_tokens=len(tokens),
             max_tokens=request.sampling.max_tokens or 0,
-            read_marks=lambda: prompt_marks(tokens, self._block_size, salt),
+            read_marks=lambda: prompt_marks(tokens, self._block_size, salt, adapter),
         )

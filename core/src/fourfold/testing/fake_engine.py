@@ -14,7 +14,6 @@ import zmq
 
 from fourfold.engine.operations import OPERATIONS, Call
 from fourfold.messages import (
-    TAGS,
     AbortRequests,
     AddRequest,
     CallUtility,
@@ -29,6 +28,7 @@ from fourfold.messages import (
     TokenLogprobs,
     UtilityReply,
 )
+from fourfold.sleep_tags import TAGS
 
 Script = Callable[[AddRequest], Iterable[int]]
 IDLE_SECONDS = 0.02
