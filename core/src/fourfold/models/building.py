@@ -15,6 +15,7 @@ from fourfold.layers.latent_attention import ValueOutput
 from fourfold.layers.lora_linear import LoraLinearMethod
 from fourfold.layers.partition import cut_heads
 from fourfold.layers.rotary import rotary_table
+from fourfold.layers.weight_memory import WeightMemory
 from fourfold.layers.whole_norm import WholeNorm
 from fourfold.models.adapters import AdapterSlots, AdapterTarget
 from fourfold.models.backends import build_backend, log_passed_over
@@ -58,6 +59,8 @@ class BuiltDecoder:
     """Checkpoint tensor name -> takes this rank's part of it."""
     linear_method: LinearMethod
     """Holds the weights of all linear layers."""
+    expert_memory: WeightMemory | None
+    """Holds those of all experts; None where there are none."""
     adapters: AdapterSlots | None
     """None where --enable-lora is not given."""
 
@@ -122,6 +125,7 @@ class DecoderBuilder:
         self._targets: dict[str, AdapterTarget] = {}
         self._shared: dict[str, StepPart] = {}
         """What moe layers have in common."""
+        self._expert_memory = None if description.mixture is None else WeightMemory(device)
 
     def build(self) -> BuiltDecoder:
         """Allocate everything."""
@@ -148,8 +152,13 @@ class DecoderBuilder:
             block_size=self._config.cache.block_size,
             step_parts=tuple(self._shared.values()),
         )
-        adapters = None if self._lora is None else AdapterSlots(self._lora, self._targets, self._parameters)
-        return BuiltDecoder(decoder=decoder, parameters=self._parameters, linear_method=self._method, adapters=adapters)
+        return BuiltDecoder(
+            decoder=decoder,
+            parameters=self._parameters,
+            linear_method=self._method,
+            expert_memory=self._expert_memory,
+            adapters=None if self._lora is None else AdapterSlots(self._lora, self._targets, self._parameters),
+        )
 
     def _build_embedding(self) -> VocabularyLayer:
         d = self._description
@@ -267,6 +276,7 @@ class DecoderBuilder:
             operators=self._operators,
             registry=self._registry,
             shared=self._shared,
+            expert_memory=self._expert_memory,
             expert_group=self._expert_group,
         )
         for name, tensor in mixture_tensors(d).items():
