@@ -152,13 +152,12 @@ class DecoderBuilder:
             block_size=self._config.cache.block_size,
             step_parts=tuple(self._shared.values()),
         )
-        adapters = None if self._lora is None else AdapterSlots(self._lora, self._targets, self._parameters)
         return BuiltDecoder(
             decoder=decoder,
             parameters=self._parameters,
             linear_method=self._method,
             expert_memory=self._expert_memory,
-            adapters=adapters,
+            adapters=None if self._lora is None else AdapterSlots(self._lora, self._targets, self._parameters),
         )
 
     def _build_embedding(self) -> VocabularyLayer:
