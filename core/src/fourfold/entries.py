@@ -78,6 +78,12 @@ class WorkerContext:
     """Within the engine: 0 to TP x PP - 1."""
     local_rank: int = 0
     """Among all ranks of this host."""
+    local_workers: int = 0
+    """Ranks of this host; 0: all ranks of all replicas."""
+    node: str = ""
+    """The host as the executor calls it; ranks of different nodes share no memory. Empty: where there is one."""
+    address: str = ""
+    """This host's IP address as the others reach it; empty: where there is one host."""
     dp_rank: int = 0
     open_store: Callable[[], Any] | None = None
     """Opens the torch.distributed Store that the ranks of this engine, and no others, reach; None for one rank."""
@@ -100,6 +106,8 @@ class CommunicatorContext:
     """Seconds for the rendezvous and for every collective."""
     one_host: bool = True
     """Whether all ranks of the group are on this host."""
+    address: str = ""
+    """This host's IP address as the others reach it; empty: not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

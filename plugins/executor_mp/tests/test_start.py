@@ -98,7 +98,7 @@ def test_whatever_step_fails_is_the_error_and_nothing_is_left(
         case "meeting place":
             monkeypatch.setattr(os, "memfd_create", fail)
         case "discovery":
-            monkeypatch.setattr("fourfold_executor_mp.executor.compare_all", fail)
+            monkeypatch.setattr("fourfold.rpc.rank_executor.compare_all", fail)
     with pytest.raises(EngineError, match=f"^the {step} failed on purpose$"):
         start()
     assert children() == before

@@ -9,7 +9,7 @@ from fourfold.layout import ParallelLayout
 DISCOVERY = "plugin discovery"
 """The first call: the payload is a StartMessage, the reply a Fingerprint."""
 CONSTRUCTION = "worker construction"
-"""The second call, made when all fingerprints fit: the rank builds its worker."""
+"""The second call, made when all fingerprints fit: the payload says where ranks meet, and each builds its worker."""
 
 
 class StartMessage(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,8 +19,8 @@ from functools import partial
 from typing import Any, Final
 
 from fourfold.errors import EngineError, ExecutorFailed
-from fourfold_executor_mp.call import Call, Replies
-from fourfold_executor_mp.frames import Frame, FrameReader, FrameWriter, Kind
+from fourfold.rpc.call import Call, Replies
+from fourfold.rpc.frames import Frame, FrameReader, FrameWriter, Kind
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +41,16 @@ class Channels:
         *,
         describe: Callable[[int], str],
         on_broken: Callable[[BaseException], None],
+        on_end: Callable[[int], None] | None = None,
     ) -> None:
         """Take over the parent's ends of the streams, in rank order.
 
-        ``describe`` names a rank for the log; ``on_broken`` hears, on the thread, that calls can be sent no more.
+        ``describe`` names a rank for the log; ``on_broken`` hears, on the thread, that calls can be sent no more, and
+        ``on_end`` that a rank has closed its stream, for those who have no other sentinel.
         """
         self._describe = describe
         self._on_broken = on_broken
+        self._on_end = on_end
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._calls: dict[int, Call] = {}
@@ -209,6 +212,8 @@ class Channels:
         except (EOFError, OSError):  # the rank has ended, which its sentinel tells
             way.open = False
             self._selector.unregister(way.stream)
+            if self._on_end is not None:
+                self._on_end(way.rank)
             return False
         if frames:
             self._take(way.rank, frames)
