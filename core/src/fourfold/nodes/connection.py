@@ -39,7 +39,7 @@ _FAILED_HANDSHAKE: Final = (
 )
 _EVENTS: Final = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED_HANDSHAKE
 
-OnMessage = Callable[[list[bytes]], None]
+OnMessage = Callable[[bytes], None]
 OnLost = Callable[[str, bool], None]
 """(why, whether the listener has said so itself)."""
 
@@ -79,7 +79,7 @@ class NodeConnection:
         hello = Hello(protocol=PROTOCOL, node=node, body=body)
         try:
             socket.connect(url)
-            self._socket.send([KINDS[Kind.HELLO], msgspec.msgpack.encode(hello)])
+            self._socket.send([KINDS[Kind.HELLO] + msgspec.msgpack.encode(hello)])
             self.welcome = self._wait_for_welcome(timeout, stop)
             """What the listener's owner said to this node."""
         except BaseException:
@@ -87,9 +87,9 @@ class NodeConnection:
             raise
         self._thread.start()
 
-    def send(self, *parts: bytes | bytearray | memoryview) -> bool:
+    def send(self, content: bytes) -> bool:
         """Send a message without waiting; False once the connection is lost. From any thread."""
-        return self._socket.send([KINDS[Kind.DATA], *parts])
+        return self._socket.send([KINDS[Kind.DATA] + content])
 
     def close(self, reason: str) -> None:
         """Tell the listener why, and end. Idempotent; from any thread but its own it waits for the end."""
@@ -107,11 +107,11 @@ class NodeConnection:
         failures, connected = 0, False
         while (left := deadline - time.monotonic()) > 0 and not stop():
             poller.poll(int(1000 * min(left, _LOOK_EVERY)) + 1)
-            message = self._socket.receive()
-            if message is not None and message[0] == KINDS[Kind.WELCOME]:
-                return message[1]
-            if message is not None and message[0] in (KINDS[Kind.REFUSED], KINDS[Kind.BYE]):
-                raise ConfigError(f"the node at {self.url} refuses this one: {message[1].decode()}")
+            kind, content = _cut(self._socket.receive())
+            if kind == KINDS[Kind.WELCOME]:
+                return content
+            if kind in (KINDS[Kind.REFUSED], KINDS[Kind.BYE]):
+                raise ConfigError(f"the node at {self.url} refuses this one: {content.decode()}")
             for event in self._events():
                 connected = connected or bool(event & zmq.EVENT_HANDSHAKE_SUCCEEDED)
                 failures += bool(event & _FAILED_HANDSHAKE)
@@ -128,6 +128,7 @@ class NodeConnection:
 
     def _run(self) -> None:
         self._socket.watch(self._monitor.fileno())
+        ready = [self._monitor.fileno()]
         next_beat = 0.0
         last_heard = time.monotonic()
         lost: tuple[str, bool] | None = None
@@ -135,8 +136,8 @@ class NodeConnection:
             while lost is None and (message := self._socket.receive()) is not None:
                 last_heard = time.monotonic()
                 lost = self._take(message)
-            if lost is None and any(event & _FAILED_HANDSHAKE for event in self._events()):
-                lost = (f"the connection to the node at {self.url} has ended", False)
+            if self._monitor.fileno() in ready and any(event & _FAILED_HANDSHAKE for event in self._events()):
+                lost = lost or (f"the connection to the node at {self.url} has ended", False)
             now = time.monotonic()
             if lost is None and now - last_heard > SILENCE_SECONDS:
                 lost = (f"the node at {self.url} has given no sign of life for {SILENCE_SECONDS:g} s", False)
@@ -144,9 +145,9 @@ class NodeConnection:
                 next_beat = now + BEAT_SECONDS
                 self._socket.send([KINDS[Kind.BEAT]])
             if lost is None and not self._closing:
-                self._socket.wait(max(0.0, next_beat - time.monotonic()))
+                ready = self._socket.wait(max(0.0, next_beat - now))
         if lost is None:
-            self._socket.send([KINDS[Kind.BYE], self._reason.encode()])
+            self._socket.send([KINDS[Kind.BYE] + self._reason.encode()])
         self._release(linger=LINGER_SECONDS if lost is None else 0)
         if lost is not None:
             self._closing = True
@@ -155,13 +156,13 @@ class NodeConnection:
     def _take(self, message: list[bytes]) -> tuple[str, bool] | None:
         """Why the connection is over; None: it is not."""
         try:
-            kind, *parts = message
+            kind, content = _cut(message)
             if kind == KINDS[Kind.DATA]:
-                self._on_message(parts)
+                self._on_message(content)
             elif kind == KINDS[Kind.BYE]:
-                return parts[0].decode(), True
+                return content.decode(), True
             elif kind == KINDS[Kind.REFUSED]:
-                return f"the node at {self.url} has given this one up: {parts[0].decode()}", False
+                return f"the node at {self.url} has given this one up: {content.decode()}", False
         except Exception:
             logger.exception("a message of the node at %s could not be handled", self.url)
         return None
@@ -178,3 +179,9 @@ class NodeConnection:
         self._monitor.close(0)
         self._socket.close(linger=linger)
         self._context.term()
+
+
+def _cut(message: list[bytes] | None) -> tuple[bytes, bytes]:
+    """Kind and content; empty for no message."""
+    frame = message[-1] if message else b""
+    return frame[:1], frame[1:]

@@ -32,7 +32,7 @@ _JOIN_TIMEOUT: Final = 5.0
 
 Admit = Callable[[str, bytes], bytes]
 """(node, what it says of itself) -> its welcome. Raises FourfoldError with the reason to refuse it."""
-OnMessage = Callable[[str, list[bytes]], None]
+OnMessage = Callable[[str, bytes], None]
 OnLost = Callable[[str, str, bool], None]
 """(node, why, whether it has said so itself)."""
 
@@ -87,10 +87,10 @@ class NodeListener:
     def __contains__(self, node: str) -> bool:
         return node in self._nodes
 
-    def send(self, node: str, *parts: bytes | bytearray | memoryview) -> bool:
+    def send(self, node: str, content: bytes) -> bool:
         """Send a message without waiting; False if the node has gone. From any thread."""
         known = self._nodes.get(node)
-        return known is not None and self._socket.send([known.identity, KINDS[Kind.DATA], *parts])
+        return known is not None and self._socket.send([known.identity, KINDS[Kind.DATA] + content])
 
     def close(self, reason: str) -> None:
         """Tell all nodes why, and listen no more. Idempotent; from any thread but its own it waits for the end."""
@@ -110,9 +110,9 @@ class NodeListener:
             if now >= next_beat:
                 next_beat = now + BEAT_SECONDS
                 self._beat(now)
-            self._socket.wait(max(0.0, next_beat - time.monotonic()))
+            self._socket.wait(max(0.0, next_beat - now))
         for node in list(self._nodes.values()):
-            self._socket.send([node.identity, KINDS[Kind.BYE], self._reason.encode()])
+            self._socket.send([node.identity, KINDS[Kind.BYE] + self._reason.encode()])
         self._nodes.clear()
         self._socket.close(linger=LINGER_SECONDS)
         self._context.term()
@@ -125,20 +125,21 @@ class NodeListener:
                 self._lose(node, f"it has given no sign of life for {SILENCE_SECONDS:g} s")
 
     def _take(self, message: list[bytes]) -> None:
-        identity, kind, *parts = message
+        identity, frame = message
+        kind, content = frame[:1], frame[1:]
         node = self._by_identity.get(identity)
         if node is not None:
             node.last_heard = time.monotonic()
         try:
             if kind == KINDS[Kind.HELLO] and node is None:
-                self._meet(identity, msgspec.msgpack.decode(parts[0], type=Hello))
+                self._meet(identity, msgspec.msgpack.decode(content, type=Hello))
             elif node is None:
                 self._refuse(identity, "this node was given up before")
             elif kind == KINDS[Kind.DATA]:
-                self._on_message(node.name, parts)
+                self._on_message(node.name, content)
             elif kind == KINDS[Kind.BYE]:
-                self._lose(node, parts[0].decode(), planned=True)
-        except (IndexError, ValueError, msgspec.MsgspecError) as error:
+                self._lose(node, content.decode(), planned=True)
+        except (ValueError, msgspec.MsgspecError) as error:
             logger.error("dropped what %s sent: %s", node.name if node else "somebody", error)
         except Exception:
             logger.exception("a message of node %s could not be handled", node.name if node else "?")
@@ -163,10 +164,10 @@ class NodeListener:
             return
         node = _Node(name=hello.node, identity=identity, last_heard=time.monotonic())
         self._nodes[node.name] = self._by_identity[identity] = node
-        self._socket.send([identity, KINDS[Kind.WELCOME], welcome])
+        self._socket.send([identity, KINDS[Kind.WELCOME] + welcome])
 
     def _refuse(self, identity: bytes, reason: str) -> None:
-        self._socket.send([identity, KINDS[Kind.REFUSED], reason.encode()])
+        self._socket.send([identity, KINDS[Kind.REFUSED] + reason.encode()])
 
     def _lose(self, node: _Node, reason: str, *, planned: bool = False) -> None:
         self._nodes.pop(node.name, None)

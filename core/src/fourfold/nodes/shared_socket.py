@@ -22,7 +22,7 @@ class SharedSocket:
         self._poll.register(self._wake, select.POLLIN)
 
     def watch(self, descriptor: int) -> None:
-        """Let ``wait`` return for this one too."""
+        """Let ``wait`` return for this one too, and name it."""
         self._poll.register(descriptor, select.POLLIN)
 
     def send(self, parts: Sequence[bytes | bytearray | memoryview]) -> bool:
@@ -43,18 +43,16 @@ class SharedSocket:
     def receive(self) -> list[bytes] | None:
         """The next message; None when there is none now."""
         with self._lock:
-            if self._wake < 0:
+            if self._wake < 0 or not int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return None
-            try:
-                return self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return None
+            return self.socket.recv_multipart(zmq.NOBLOCK)
 
-    def wait(self, seconds: float) -> None:
-        """Return when something may have arrived, when woken, or after ``seconds``."""
-        for descriptor, _ in self._poll.poll(max(0, int(1000 * seconds) + 1)):
-            if descriptor == self._wake:
-                os.eventfd_read(self._wake)
+    def wait(self, seconds: float) -> list[int]:
+        """Return when something may have arrived, when woken, or after ``seconds``: the watched ones that are ready."""
+        ready = [descriptor for descriptor, _ in self._poll.poll(max(0, int(1000 * seconds) + 1))]
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+        return ready
 
     def wake(self) -> None:
         """Let ``wait`` return. From any thread."""
