@@ -66,6 +66,16 @@ class ExecutorContext:
     worker: str = "fourfold.worker.worker:Worker"
     """``module:qualname``, called with a WorkerContext on every rank."""
     dp_rank: int = 0
+    first_local_rank: int | None = None
+    """The engine's first rank, counted among all ranks on this node; None: all replicas are on it."""
+    local_workers: int = 0
+    """Ranks on this node; 0: all ranks of all replicas."""
+
+    @property
+    def local_start(self) -> int:
+        """``first_local_rank``, whoever knows it."""
+        first = self.first_local_rank
+        return self.dp_rank * self.layout.engine_world_size if first is None else first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from fourfold.addresses import api_address, coordinator_address
 from fourfold.client.engine_link import LINGER_MILLISECONDS, EngineLink
 from fourfold.client.in_flight import InFlight, Receiver
 from fourfold.client.load_table import LoadTable
@@ -67,14 +68,14 @@ class EngineClient:
     ) -> None:
         """``coordinated``: a coordinator tells how engines stand of which nothing is heard directly."""
         self.api_index = api_index
-        self._address = f"ipc://{run_directory}/api-{api_index}"
+        self._address = api_address(run_directory, api_index)
         self._balancer = balancer
         self._block_size = block_size
         self._utility_timeout = utility_timeout
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._table = LoadTable(num_engines, api_index)
         self._links = [EngineLink(self._context, run_directory, engine, self._table) for engine in range(num_engines)]
-        self._coordinator = f"ipc://{run_directory}/coordinator" if coordinated else None
+        self._coordinator = coordinator_address(run_directory) if coordinated else None
         self._decoder = msgspec.msgpack.Decoder(ApiServerInput)
         self._requests: dict[str, InFlight] = {}
         self._utilities: dict[int, _Utility] = {}

@@ -24,7 +24,7 @@ from fourfold.errors import ConfigError
 CONFIG_FILE = "config.json"
 """The engines' config in a run directory."""
 
-_LONGEST_SOCKET_NAME = "/xxxxxxxx/engine-1000"
+_LONGEST_SOCKET_NAME = "/xxxxxxxx/engine-1000-100000"
 _MAX_SOCKET_PATH = 107
 """Bytes of a Unix socket's path, from the kernel's sockaddr_un."""
 _CREATE_ATTEMPTS = 10

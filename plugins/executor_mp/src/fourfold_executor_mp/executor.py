@@ -31,6 +31,7 @@ class MpExecutor(RankExecutor):
         super().__init__(context)
         started = time.monotonic()
         self._children: list[ChildProcess] = []
+        self._local_start, self._local_workers = context.local_start, context.local_workers
         streams = [socket.socketpair() for _ in range(self.world_size)]
         self._connect([ours for ours, _ in streams])
         self._supervisor = ChildSupervisor(stall_timeout=self._timeouts.stall_timeout)
@@ -73,8 +74,8 @@ class MpExecutor(RankExecutor):
 
     def _command(self, rank: int, channel: int, rendezvous: int) -> ChildCommand:
         label = self._label(rank)
-        # Every replica is taken to be on this host, as its devices and cores are shared out.
-        arguments = ["--rank", str(rank), "--local-rank", str(self._global(rank)), "--label", label]
+        arguments = ["--rank", str(rank), "--local-rank", str(self._local_start + rank), "--label", label]
+        arguments += ["--local-workers", str(self._local_workers)]
         arguments += ["--channel", str(channel), "--log-level", log_level()]
         return ChildCommand(
             module="fourfold_executor_mp.rank",
