@@ -11,12 +11,14 @@ from fourfold.client.engine_client import EngineClient
 from fourfold.config.parallel_config import ParallelConfig
 from fourfold.contracts.load_balancer import EngineState
 from fourfold.supervision.run_directory import ProcessState, running_processes
+from fourfold_server.node_table import read_nodes
 
 
 def read_topology(run_directory: Path, parallel: ParallelConfig, client: EngineClient) -> dict[str, Any]:
     """As JSON-able values; the same in every API server."""
     layout = parallel.layout
     return {
+        "nodes": [msgspec.to_builtins(row) for row in read_nodes(run_directory)],
         "processes": [_without_start_time(state) for state in running_processes(run_directory)],
         "groups": {
             "tp": layout.tp_groups(),
@@ -26,8 +28,8 @@ def read_topology(run_directory: Path, parallel: ParallelConfig, client: EngineC
         },
         "replicas": [
             {
-                "rank": link.engine,
-                "label": f"DP{link.engine}",
+                "rank": link.rank,
+                "label": f"DP{link.rank}",
                 "state": "running" if link.state is EngineState.READY else str(link.state),
                 "incarnation": link.incarnation,
             }

@@ -65,16 +65,24 @@ class EngineClient:
         block_size: int = 16,
         utility_timeout: float = 60.0,
         coordinated: bool = False,
+        first_rank: int = 0,
     ) -> None:
-        """``coordinated``: a coordinator tells how engines stand of which nothing is heard directly."""
+        """``coordinated``: a coordinator tells how engines stand of which nothing is heard directly.
+
+        ``first_rank`` is the rank of the first engine's replica.
+        """
         self.api_index = api_index
+        self.first_rank = first_rank
         self._address = api_address(run_directory, api_index)
         self._balancer = balancer
         self._block_size = block_size
         self._utility_timeout = utility_timeout
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._table = LoadTable(num_engines, api_index)
-        self._links = [EngineLink(self._context, run_directory, engine, self._table) for engine in range(num_engines)]
+        self._links = [
+            EngineLink(self._context, run_directory, engine, self._table, first_rank=first_rank)
+            for engine in range(num_engines)
+        ]
         self._coordinator = coordinator_address(run_directory) if coordinated else None
         self._decoder = msgspec.msgpack.Decoder(ApiServerInput)
         self._requests: dict[str, InFlight] = {}
@@ -180,6 +188,11 @@ class EngineClient:
     def links(self) -> list[EngineLink]:
         """One an engine, to look at."""
         return self._links
+
+    @property
+    def ranks(self) -> range:
+        """The replicas, by their ranks."""
+        return range(self.first_rank, self.first_rank + len(self._links))
 
     @property
     def loads(self) -> EngineLoads:

@@ -24,9 +24,17 @@ class EngineLink:
     """The way to one engine. A new incarnation gets a new socket, so that nothing meant for the old one reaches it."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], run_directory: Path, engine: int, table: LoadTable
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        run_directory: Path,
+        engine: int,
+        table: LoadTable,
+        *,
+        first_rank: int = 0,
     ) -> None:
         self.engine = engine
+        self.rank = first_rank + engine
+        """Of its replica, counted over all nodes; ``engine`` counts those that this API server knows."""
         self.incarnation: int | None = None
         """None until the first one is known; messages of others are dropped."""
         self.ready: EngineReady | None = None
