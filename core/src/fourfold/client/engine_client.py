@@ -22,8 +22,8 @@ from fourfold.client.engine_link import LINGER_MILLISECONDS, EngineLink
 from fourfold.client.in_flight import InFlight, Receiver
 from fourfold.client.load_table import LoadTable
 from fourfold.client.request_stream import RequestStream
-from fourfold.contracts.load_balancer import BalancedRequest, EngineLoads, EngineState, LoadBalancer
-from fourfold.engine.prefix_cache import prompt_marks, read_marks
+from fourfold.contracts.load_balancer import EngineLoads, EngineState, LoadBalancer
+from fourfold.engine.prefix_cache import read_marks
 from fourfold.errors import EngineError, ExecutorFailed, RequestError
 from fourfold.messages import (
     AbortRequests,
@@ -128,7 +128,7 @@ class EngineClient:
 
     def _place(self, in_flight: InFlight, engine: int | None = None) -> None:
         if engine is None:
-            engine = self._balancer.choose(self._balanced(in_flight.request), self.loads)
+            engine = self._balancer.choose(in_flight.balanced(self._block_size), self.loads)
             if self._links[engine].state is not EngineState.READY:
                 state = self._links[engine].state
                 raise EngineError(f"the load balancer chose engine {engine}, which is {state}; use another one")
@@ -386,14 +386,6 @@ class EngineClient:
             utility.future.set_exception(
                 EngineError(f"{utility.method!r} failed on engine {reply.engine}: {reply.error}")
             )
-
-    def _balanced(self, request: AddRequest) -> BalancedRequest:
-        tokens, salt = request.prompt_token_ids, request.cache_salt
-        return BalancedRequest(
-            num_prompt_tokens=len(tokens),
-            max_tokens=request.sampling.max_tokens or 0,
-            read_marks=lambda: prompt_marks(tokens, self._block_size, salt),
-        )
 
 
 class _Utility:
