@@ -140,13 +140,14 @@ class RankExecutor(ExecutorShell):
 
     # --- failure, on the thread of the channels --------------------------------------------------------------------
 
-    def _lose(self, rank: int, how: str) -> None:
+    def _lose(self, rank: int, how: str, *, why: str = "") -> None:
         """A rank's process has ended. Only on the thread, by ``Channels.post``."""
         channels = self._open_channels
         channels.drain(rank)  # what it said last may tell more
         phase = channels.phase(rank)
         place = f"during {phase}" if phase else "while idle"
-        failure = ExecutorFailed(f"{self._name(rank)} {how} {place}", rank=rank)
+        cause = f": {why}" if why else ""
+        failure = ExecutorFailed(f"{self._name(rank)} {how} {place}{cause}", rank=rank)
         self._fail(failure, first=partial(self._end_with, failure))
 
     def _break(self, error: BaseException) -> None:
