@@ -12,10 +12,11 @@ import tempfile
 
 
 def main(cpus: list[int]) -> None:
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-    from ray.cluster_utils import Cluster
-
     with tempfile.TemporaryDirectory(prefix="ff-ray-", ignore_cleanup_errors=True) as folder:
+        os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": folder}
+        os.mkdir(f"{folder}/ray")
+        from ray.cluster_utils import Cluster
+
         common = {"object_store_memory": 80 << 20}
         cluster = Cluster(
             initialize_head=True,
@@ -23,7 +24,6 @@ def main(cpus: list[int]) -> None:
                 "num_cpus": cpus[0],
                 "include_dashboard": False,
                 "no_monitor": True,
-                "temp_dir": folder,
                 **common,
             },
         )
