@@ -30,7 +30,9 @@ class Ranks:
         self.streams = [theirs for _, theirs in pairs]
         self.broken: list[BaseException] = []
         self.channels = Channels(
-            [ours for ours, _ in pairs], describe=lambda rank: f"rank {rank}", on_broken=self.broken.append
+            {rank: ours for rank, (ours, _) in enumerate(pairs)},
+            describe=lambda rank: f"rank {rank}",
+            on_broken=self.broken.append,
         )
         self._readers = [FrameReader(stream) for stream in self.streams]
         for stream in self.streams:

@@ -20,7 +20,7 @@ from fourfold.errors import EngineError, ExecutorClosed, ExecutorFailed, WorkerE
 from fourfold.executor_shell import ExecutorShell
 from fourfold.manifest import Fingerprint, compare_all
 from fourfold.rpc.call import Call, Replies
-from fourfold.rpc.channels import Channels
+from fourfold.rpc.channels import Channels, NodeWay
 from fourfold.rpc.start_message import CONSTRUCTION, DISCOVERY, StartMessage
 from fourfold.rpc_call import RpcCall
 
@@ -108,9 +108,17 @@ class RankExecutor(ExecutorShell):
 
     # --- start ---------------------------------------------------------------------------------------------------
 
-    def _connect(self, streams: Sequence[socket.socket], *, on_end: Callable[[int], None] | None = None) -> Channels:
-        """Take over the executor's ends of the streams, in rank order; ``on_end`` as ``Channels`` takes it."""
-        self._channels = Channels(streams, describe=self._describe, on_broken=self._break, on_end=on_end)
+    def _connect(
+        self,
+        streams: Sequence[socket.socket],
+        *,
+        nodes: Sequence[NodeWay] = (),
+        on_end: Callable[[int], None] | None = None,
+    ) -> Channels:
+        """Take over the executor's ends of the streams, in rank order; the rest as ``Channels`` takes it."""
+        self._channels = Channels(
+            dict(enumerate(streams)), nodes=nodes, describe=self._describe, on_broken=self._break, on_end=on_end
+        )
         return self._channels
 
     def _start_workers(self, context: ExecutorContext, *, rendezvous: str, started: float) -> None:
