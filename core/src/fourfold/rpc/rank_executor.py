@@ -18,10 +18,10 @@ from fourfold.config.transport import encode_config
 from fourfold.entries import ExecutorContext
 from fourfold.errors import EngineError, ExecutorClosed, ExecutorFailed, WorkerError
 from fourfold.executor_shell import ExecutorShell
-from fourfold.manifest import Fingerprint, compare_all
+from fourfold.manifest import compare_all
 from fourfold.rpc.call import Call, Replies
 from fourfold.rpc.channels import Channels, NodeWay
-from fourfold.rpc.start_message import CONSTRUCTION, DISCOVERY, StartMessage
+from fourfold.rpc.start_message import CONSTRUCTION, DISCOVERY, Introduction, StartMessage
 from fourfold.rpc_call import RpcCall
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,8 @@ class RankExecutor(ExecutorShell):
     def _start_workers(self, context: ExecutorContext, *, rendezvous: str, started: float) -> None:
         """Compare what the ranks are, and let each build its worker; ``started`` counts for --startup-timeout.
 
-        ``rendezvous`` is where ranks meet before they can talk, as ``fourfold.distributed.store`` takes it.
+        ``rendezvous`` is where ranks meet before they can talk, as ``fourfold.distributed.store`` takes it; empty: the
+        first rank makes a place that the others reach over the network.
         """
         timeout = context.config.timeouts.startup_timeout
         message = StartMessage(
@@ -133,6 +134,7 @@ class RankExecutor(ExecutorShell):
             worker=context.worker,
             dp_rank=context.dp_rank,
             store_timeout=timeout,
+            several_nodes=not rendezvous,
         )
 
         def ask(what: str, payload: bytes) -> Replies:
@@ -142,19 +144,21 @@ class RankExecutor(ExecutorShell):
             return replies
 
         replies = ask(DISCOVERY, msgspec.msgpack.encode(message))
-        compare_all([msgspec.msgpack.decode(reply or b"", type=Fingerprint) for reply in replies])
-        ask(CONSTRUCTION, rendezvous.encode())
+        ranks = [msgspec.msgpack.decode(reply or b"", type=Introduction) for reply in replies]
+        compare_all([rank.fingerprint for rank in ranks])
+        ask(CONSTRUCTION, (rendezvous or ranks[0].rendezvous).encode())
         logger.info("%d rank(s) started in %.1f s", self.world_size, time.monotonic() - started)
 
     # --- failure, on the thread of the channels --------------------------------------------------------------------
 
-    def _lose(self, rank: int, how: str) -> None:
+    def _lose(self, rank: int, how: str, *, why: str = "") -> None:
         """A rank's process has ended. Only on the thread, by ``Channels.post``."""
         channels = self._open_channels
         channels.drain(rank)  # what it said last may tell more
         phase = channels.phase(rank)
         place = f"during {phase}" if phase else "while idle"
-        failure = ExecutorFailed(f"{self._name(rank)} {how} {place}", rank=rank)
+        cause = f": {why}" if why else ""
+        failure = ExecutorFailed(f"{self._name(rank)} {how} {place}{cause}", rank=rank)
         self._fail(failure, first=partial(self._end_with, failure))
 
     def _break(self, error: BaseException) -> None:

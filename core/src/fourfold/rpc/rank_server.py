@@ -22,24 +22,18 @@ from fourfold.contracts.deferred_reply import DeferredReply
 from fourfold.entries import WorkerContext
 from fourfold.errors import EngineError
 from fourfold.manifest import fingerprint
+from fourfold.nodes.addresses import tcp_url
 from fourfold.plugins import load_plugins
 from fourfold.rpc.frames import Frame, FrameReader, Kind, send_frame
-from fourfold.rpc.start_message import CONSTRUCTION, DISCOVERY, StartMessage
+from fourfold.rpc.start_message import CONSTRUCTION, DISCOVERY, Introduction, StartMessage
 from fourfold.rpc_call import report_error, start_call
 from fourfold.serialization import decode
 
 logger = logging.getLogger(__name__)
 
+_MEETING_BACKLOG: Final = 1024
 _CLOSE_SECONDS: Final = 1.0
 """For steps that are still on a device when the rank ends; the executor's patience is 2 s."""
-
-
-def open_store(rendezvous: str, world_size: int, timeout: float) -> Any:
-    """The store of ranks that all find it: see ``fourfold.distributed.store.open_store``."""
-    # Here, so that a rank without a model needs no torch.
-    from fourfold.distributed import store
-
-    return store.open_store(rendezvous, world_size=world_size, timeout=timeout)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +45,6 @@ class Seat:
     local_workers: int = 0
     node: str = ""
     address: str = ""
-    open_store: Callable[[str, int, float], Any] = open_store
-    """(where ranks meet, their number, seconds to wait) -> the store."""
 
 
 class RankServer:
@@ -65,6 +57,10 @@ class RankServer:
         self._seat = seat
         self._rank = seat.rank
         self._rendezvous = ""
+        self._meeting: socket.socket | None = None
+        """Where this rank hosts the place that ranks meet in, until the store takes it over."""
+        self._hosted: Any = None
+        """That store."""
         self._context: WorkerContext | None = None
         self._start: StartMessage | None = None
         self._worker: Any = None
@@ -138,11 +134,29 @@ class RankServer:
             dp_rank=start.dp_rank,
             open_store=self._open_store if several else None,
         )
-        return msgspec.msgpack.encode(fingerprint(config, registry.manifest, rank=self._rank))
+        found = fingerprint(config, registry.manifest, rank=self._rank)
+        hosts = start.several_nodes and self._rank == 0
+        return msgspec.msgpack.encode(Introduction(fingerprint=found, rendezvous=self._open_meeting() if hosts else ""))
+
+    def _open_meeting(self) -> str:
+        address = self._seat.address
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        # Bound for good, so that nobody can take the port before the store is there.
+        self._meeting = socket.create_server((address, 0), family=family, backlog=_MEETING_BACKLOG)
+        return tcp_url(address, self._meeting.getsockname()[1])
 
     def _open_store(self) -> Any:
+        # Here, so that a rank without a model needs no torch.
+        from fourfold.distributed.store import host_store, open_store
+
         start = self._checked_start()
-        return self._seat.open_store(self._rendezvous, start.layout.engine_world_size, start.store_timeout)
+        if self._meeting is not None:
+            listener, self._meeting = self._meeting, None
+            self._hosted = host_store(listener, timeout=start.store_timeout)
+        if self._hosted is not None:
+            return self._hosted
+        world_size = start.layout.engine_world_size
+        return open_store(self._rendezvous, world_size=world_size, timeout=start.store_timeout)
 
     def _build_worker(self) -> None:
         self._worker = resolve_name(self._checked_start().worker)(self._context)
