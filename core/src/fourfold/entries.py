@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fourfold.contracts.attention_backend import AttentionBackend, AttentionSpec
     from fourfold.contracts.checkpoint import CheckpointFormat, CheckpointSource
     from fourfold.contracts.communicator import Communicator
-    from fourfold.contracts.executor import Executor
+    from fourfold.contracts.executor import Executor, Follower
     from fourfold.contracts.linear_method import LinearMethod, LinearWeight
     from fourfold.contracts.load_balancer import LoadBalancer
     from fourfold.contracts.operators import Operators
@@ -209,6 +209,10 @@ class SchedulerContext:
 class ExecutorEntry(Entry["Executor"]):
     """``build(ExecutorContext) -> Executor``."""
 
+    follow: Callable[[ExecutorContext], Follower] | None = None
+    """Builds what has the ranks of another node (``--nnodes``, ``--node-rank``); None: its engines are on one node, or
+    it finds others by itself.
+    """
     offline_only: str = ""
     """Why only ``LLM`` can use it, where that is so; ``serve`` refuses it with this reason."""
 

@@ -253,8 +253,12 @@ def _serve_headless(
     parent: ParentLink | None,
 ) -> None:
     from fourfold.supervision.run_directory import CONFIG_FILE, RunDirectory
+    from fourfold_server.following import follow
     from fourfold_server.headless import HeadlessNode
 
+    if config.nodes.nnodes > 1:
+        follow(config, registry, parent)
+        return
     with RunDirectory.create() as run_directory:
         run_directory.write_file(CONFIG_FILE, encode_config(config))
         failure = HeadlessNode(plan, config, server_config, registry, run_directory).run(parent)

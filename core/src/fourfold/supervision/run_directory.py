@@ -45,6 +45,8 @@ class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
     """Clock ticks from boot to its start; with the pid it names a process for good."""
     detail: str = ""
     """What else an operator wants to know, such as the URL."""
+    node: str = ""
+    """The node that it is on, where its engine is on several."""
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
