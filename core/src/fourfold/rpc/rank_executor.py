@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final
@@ -110,15 +110,13 @@ class RankExecutor(ExecutorShell):
 
     def _connect(
         self,
-        streams: Sequence[socket.socket],
+        streams: Mapping[int, socket.socket],
         *,
         nodes: Sequence[NodeWay] = (),
         on_end: Callable[[int], None] | None = None,
     ) -> Channels:
-        """Take over the executor's ends of the streams, in rank order; the rest as ``Channels`` takes it."""
-        self._channels = Channels(
-            dict(enumerate(streams)), nodes=nodes, describe=self._describe, on_broken=self._break, on_end=on_end
-        )
+        """Take over the executor's ends of the streams; the rest as ``Channels`` takes it."""
+        self._channels = Channels(streams, nodes=nodes, describe=self._describe, on_broken=self._break, on_end=on_end)
         return self._channels
 
     def _start_workers(self, context: ExecutorContext, *, rendezvous: str, started: float) -> None:

@@ -32,7 +32,7 @@ class MpExecutor(RankExecutor):
         started = time.monotonic()
         self._children: list[ChildProcess] = []
         streams = [socket.socketpair() for _ in range(self.world_size)]
-        self._connect([ours for ours, _ in streams])
+        self._connect({rank: ours for rank, (ours, _) in enumerate(streams)})
         self._supervisor = ChildSupervisor(stall_timeout=self._timeouts.stall_timeout)
         try:
             rendezvous = self._start_ranks([theirs for _, theirs in streams])
