@@ -115,7 +115,8 @@ class Actors:
 
 
 def _reason(text: str) -> str:
-    """The line of Ray's text that says why; Ray puts what it knows of the actor first."""
+    """The line of Ray's text that says why: what it knows of the actor comes before that, and guesses after."""
     lines = [line.strip() for line in text.splitlines()]
     telling = [line for line in lines if line.startswith(("The actor is dead because", "The actor died because"))]
-    return (telling or [line for line in lines if line] or ["Ray does not say why"])[0].rstrip(".")
+    line = (telling or [line for line in lines if line] or ["Ray does not say why"])[0]
+    return line.partition(" Some common causes")[0].rstrip(".")

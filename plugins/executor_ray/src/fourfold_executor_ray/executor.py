@@ -24,6 +24,7 @@ from fourfold.errors import ConfigError, EngineError, ExecutorFailed, RpcTimeout
 from fourfold.manifest import fingerprint
 from fourfold.nodes.secret import ClusterSecret, new_secret
 from fourfold.plugins import load_plugins
+from fourfold.rpc.frames import Frame
 from fourfold.rpc.node_ranks import NodeRanks
 from fourfold.rpc.rank_executor import RankExecutor, log_level
 from fourfold.supervision.child_process import ChildCommand, ChildExit, ChildProcess, ChildSupervisor
@@ -132,7 +133,7 @@ class RayExecutor(RankExecutor):
         deadline = self._started + self._timeouts.startup_timeout + _GOODBYE
         streams: _Streams | None = None
         opened: set[int] = set()
-        while self._placed is None or streams is None or opened | {0} < set(self._placed.places):
+        while self._placed is None or streams is None or set(self._placed.places) - opened - {0}:
             try:
                 news = self._news.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
@@ -188,7 +189,7 @@ class RayExecutor(RankExecutor):
     def _meet(self, streams: _Streams) -> None:
         """Let the ranks build their workers."""
         others = self._others
-        nodes = [] if others is None else others.ways(lambda rank, frame: self._open_channels.take(rank, frame))
+        nodes = [] if others is None else others.ways(self._take_answer)
         self._connect(streams, nodes=nodes, on_end=self._note_hangup)
         # Ranks of one node need no port to meet.
         rendezvous = "" if others is not None else f"file://{self._folder}/meeting"
@@ -212,6 +213,9 @@ class RayExecutor(RankExecutor):
     def _order(self, order: Order) -> bool:
         """Tell the driver; whether it is there to hear it."""
         return self._driver is not None and self._driver.send(msgspec.msgpack.encode(order))
+
+    def _take_answer(self, rank: int, frame: Frame) -> None:
+        self._open_channels.take(rank, frame)
 
     # --- on other threads, which must not wait -------------------------------------------------------------------
 
