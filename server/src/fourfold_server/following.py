@@ -20,9 +20,7 @@ def follow(config: EngineConfig, registry: PluginRegistry, parent: ParentLink | 
     """Serve until a signal or the end of the engine; on the main thread. Raises what the follower raises."""
     entry = registry.executors()[config.backends.executor]
     if entry.follow is None:
-        raise ConfigError(
-            f"--nnodes is {config.nodes.nnodes}, and executor {entry.name!r} has all its ranks on one node"
-        )
+        raise ConfigError(f"--nnodes is {config.nodes.nnodes}, and no other node joins executor {entry.name!r}")
     context = ExecutorContext(
         config=config, layout=config.parallel.layout, first_local_rank=0, local_workers=plan_nodes(config).local_workers
     )

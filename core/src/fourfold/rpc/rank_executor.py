@@ -115,7 +115,7 @@ class RankExecutor(ExecutorShell):
         nodes: Sequence[NodeWay] = (),
         on_end: Callable[[int], None] | None = None,
     ) -> Channels:
-        """Take over the executor's ends of the streams to ranks; the rest as ``Channels`` takes it."""
+        """Take over the executor's ends of the streams; the rest as ``Channels`` takes it."""
         self._channels = Channels(streams, nodes=nodes, describe=self._describe, on_broken=self._break, on_end=on_end)
         return self._channels
 

@@ -6,45 +6,59 @@ import contextlib
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fourfold_executor_ray.environment import shared_variables
 from fourfold_executor_ray.group import BundleGroup
-from fourfold_executor_ray.messages import Invitation, Plan, RankOrders
+from fourfold_executor_ray.messages import Invitation, NodeOrders, Plan, RankOrders
 from fourfold_executor_ray.placement import Place, Slot, seat
-from fourfold_executor_ray.rank_actor import RankActor
+
+
+class Started(NamedTuple):
+    """What is to come of actors that were started."""
+
+    gates: dict[int, Future[str]]
+    """Place -> done when that node is connected."""
+    ends: list[Future[str]]
+    """One a rank, done when it has ended."""
 
 
 class Actors:
     """One for every rank, in the places that ``seat`` chooses."""
 
-    def __init__(
-        self, plan: Plan, invitation: Invitation, slots: Sequence[Slot], group: BundleGroup, *, own_node: str
-    ) -> None:
+    def __init__(self, plan: Plan, slots: Sequence[Slot], group: BundleGroup, *, own_node: str) -> None:
         self.count = len(plan.labels)
         self._plan = plan
-        self._invitation = invitation
         self._group = group
-        self._places = seat(slots, stages=self.count // plan.tp, tp=plan.tp, own_node=own_node)
+        self._seats = seat(slots, stages=self.count // plan.tp, tp=plan.tp, own_node=own_node)
+        order = dict.fromkeys([own_node, *(place.slot.node.id for place in self._seats)])
+        self._numbers = {node: number for number, node in enumerate(order)}
         self._handles: list[Any] = []
 
     @property
     def nodes(self) -> tuple[str, ...]:
         """The names of the ranks' nodes, in rank order."""
-        return tuple(place.slot.node.name for place in self._places)
+        return tuple(place.slot.node.name for place in self._seats)
 
-    def start(self) -> list[Future[str]]:
-        """Start them all; each future is done when its rank has ended."""
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The same as numbers; 0 is the executor's own node."""
+        return tuple(self._numbers[place.slot.node.id] for place in self._seats)
+
+    def start(self, invitation: Invitation) -> Started:
+        """Start them all, and connect their nodes."""
+        self._handles = [self._actor(rank, place) for rank, place in enumerate(self._seats)]
+        doors: dict[int, Any] = {0: invitation.door}
+        for number in sorted(set(self.places) - {0}):
+            doors[number] = self._open_gate(number, invitation)
         variables = shared_variables(os.environ)
         ends = []
-        for rank, place in enumerate(self._places):
-            handle = self._actor(rank, place)
-            self._handles.append(handle)
+        for rank, (handle, place) in enumerate(zip(self._handles, self._seats)):
             orders = RankOrders(
                 rank=rank,
                 local_rank=place.local_rank,
@@ -52,12 +66,12 @@ class Actors:
                 label=self._plan.labels[rank],
                 node=place.slot.node.name,
                 address=place.slot.node.address,
-                door=self._invitation.door,
                 log_level=self._plan.log_level,
                 variables=variables,
             )
-            ends.append(handle.serve.remote(msgspec.msgpack.encode(orders)).future())
-        return ends
+            # Ray waits for the door, if that is still to be opened, and hands over its path.
+            ends.append(handle.serve.remote(msgspec.msgpack.encode(orders), doors[self.places[rank]]).future())
+        return Started({number: door.future() for number, door in doors.items() if number}, ends)
 
     def kill(self) -> None:
         """End them all at once."""
@@ -66,17 +80,29 @@ class Actors:
                 ray.kill(handle)
 
     def cause(self, how: Future[str]) -> str:
-        """How a rank ended, as it follows its name."""
+        """How a rank ended, in one line."""
         try:
             return how.result(0)
         except RayTaskError as error:
-            return f"has failed: {error.cause}"
-        except RayActorError as error:
-            return f"has ended: {_reason(str(error))}"
+            return str(error.cause)
         except RayError as error:
-            return f"has ended: {_reason(str(error))}"
+            return _reason(str(error))
+
+    def _open_gate(self, number: int, invitation: Invitation) -> Any:
+        ranks = tuple(rank for rank, place in enumerate(self.places) if place == number)
+        orders = NodeOrders(
+            place=number,
+            node=self.nodes[ranks[0]],
+            ranks=ranks,
+            invitation=invitation,
+            timeout=self._plan.timeout,
+        )
+        return self._handles[ranks[0]].open_gate.remote(msgspec.msgpack.encode(orders))
 
     def _actor(self, rank: int, place: Place) -> Any:
+        # Here, since it is only named in the driver, and lives elsewhere.
+        from fourfold_executor_ray.rank_actor import RankActor
+
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=self._group.handle, placement_group_bundle_index=place.slot.bundle
         )
@@ -89,7 +115,8 @@ class Actors:
 
 
 def _reason(text: str) -> str:
-    """The line of Ray's text that says why; Ray puts what it knows of the actor first."""
+    """The line of Ray's text that says why: what it knows of the actor comes before that, and guesses after."""
     lines = [line.strip() for line in text.splitlines()]
     telling = [line for line in lines if line.startswith(("The actor is dead because", "The actor died because"))]
-    return (telling or [line for line in lines if line] or ["Ray does not say why"])[0].rstrip(".")
+    line = (telling or [line for line in lines if line] or ["Ray does not say why"])[0]
+    return line.partition(" Some common causes")[0].rstrip(".")

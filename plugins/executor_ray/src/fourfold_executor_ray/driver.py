@@ -30,6 +30,7 @@ from fourfold_executor_ray.messages import (
     Joined,
     Lost,
     News,
+    Opened,
     Order,
     Placed,
     Plan,
@@ -94,15 +95,17 @@ class Driver:
 
         cluster.join_cluster(plan)
         own = cluster.own_node()
-        self.report(Joined(node=own.id, address=own.address))
-        invitation = self._next(Invitation)
+        self.report(Joined(address=own.address))
         group = BundleGroup(plan)
         try:
             slots = group.wait(stopped=self._stopped.is_set, notice=lambda text: self.report(Waiting(text=text)))
-            actors = Actors(plan, invitation, slots, group, own_node=own.id)
-            self.report(Placed(nodes=actors.nodes))
-            for rank, future in enumerate(actors.start()):
-                future.add_done_callback(partial(self._note_end, rank))
+            actors = Actors(plan, slots, group, own_node=own.id)
+            self.report(Placed(nodes=actors.nodes, places=actors.places))
+            started = actors.start(self._next(Invitation))
+            for place, opening in started.gates.items():
+                opening.add_done_callback(partial(self._note_opening, place))
+            for rank, end in enumerate(started.ends):
+                end.add_done_callback(partial(self._note_end, rank))
             self._watch(actors)
         finally:
             group.remove()
@@ -117,6 +120,10 @@ class Driver:
     def _stop(self) -> None:
         self._stopped.set()
         self._events.put(None)
+
+    def _note_opening(self, place: int, how: Future[str]) -> None:
+        if how.exception() is None:  # else its ranks cannot come in, and end
+            self.report(Opened(place=place))
 
     def _note_end(self, rank: int, how: Future[str]) -> None:
         self._events.put(Ended(rank, how))

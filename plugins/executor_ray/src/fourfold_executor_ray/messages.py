@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from fourfold.supervision.run_directory import ProcessState
-
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     """To the driver, first: what to place, and where."""
@@ -29,19 +27,23 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
 
 
 class Joined(msgspec.Struct, frozen=True, kw_only=True, tag="joined"):
-    """From the driver, second: it is connected."""
+    """From the driver, first: it is connected."""
 
-    node: str
-    """The id of the node that it is on."""
     address: str
-    """That node's IP address, as the other nodes reach it."""
+    """The IP address of the executor's node, as the other nodes reach it."""
 
 
 class Invitation(msgspec.Struct, frozen=True, kw_only=True, tag="invitation"):
-    """To the driver, third: where ranks come to."""
+    """To the driver, after ``Placed``: where ranks come to."""
 
     door: str
-    """The path of a Unix socket, for ranks of this host."""
+    """The path of a Unix socket, for ranks of the executor's node; empty: there are none."""
+    url: str = ""
+    """Where other nodes connect; empty: there are none."""
+    secret: str = ""
+    """What lets them in."""
+    config: bytes = b""
+    """As ``fourfold.config.transport.encode_config`` writes it."""
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
@@ -58,10 +60,18 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True, tag="waiting"):
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True, tag="placed"):
-    """From the driver: where ranks are, which are about to come."""
+    """From the driver: where ranks will be."""
 
     nodes: tuple[str, ...]
     """The node of each rank, in rank order, as people call it."""
+    places: tuple[int, ...]
+    """The same as numbers; 0 is the executor's own."""
+
+
+class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
+    """From the driver: a node is connected to the executor."""
+
+    place: int
 
 
 class Lost(msgspec.Struct, frozen=True, kw_only=True, tag="lost"):
@@ -80,7 +90,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     message: str
 
 
-News = Joined | Waiting | Placed | Lost | Refused
+News = Joined | Waiting | Placed | Opened | Lost | Refused
 """From the driver."""
 Order = Plan | Invitation | End
 """To the driver."""
@@ -95,14 +105,23 @@ class RankOrders(msgspec.Struct, frozen=True, kw_only=True):
     label: str
     node: str
     address: str
-    door: str
     log_level: str
     variables: dict[str, str]
     """Of the executor's environment."""
+
+
+class NodeOrders(msgspec.Struct, frozen=True, kw_only=True):
+    """To one actor of a node that is not the executor's: connect it."""
+
+    place: int
+    node: str
+    ranks: tuple[int, ...]
+    invitation: Invitation
+    timeout: float
+    """Seconds."""
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True):
     """From a rank, first on its stream."""
 
     rank: int
-    process: ProcessState

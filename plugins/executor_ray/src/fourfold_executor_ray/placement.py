@@ -73,7 +73,7 @@ def torn_stages(places: Sequence[Place], tp: int) -> list[int]:
 
 def shortage(kind: str, *, needed: int, free: float, nodes: int) -> str:
     """What is missing, in words; ``kind`` is CPU or GPU."""
-    return f"needs {needed} {kind}{'s' if needed > 1 else ''}, the cluster has {free:g} free on {nodes} node(s)"
+    return f"needs {_count(needed, kind)}, the cluster has {free:g} free on {_count(nodes, 'node')}"
 
 
 def unique_names(hosts: Sequence[tuple[str, str]]) -> dict[str, str]:
@@ -83,6 +83,10 @@ def unique_names(hosts: Sequence[tuple[str, str]]) -> dict[str, str]:
     """
     counts = Counter(name for _, name in hosts)
     return {node: name if counts[name] == 1 else f"{name}/{node[:8]}" for node, name in hosts}
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _numbered(slots: Sequence[Slot]) -> list[Place]:

@@ -19,9 +19,9 @@ from fourfold.rpc.frames import Frame, Kind, send_frame
 from fourfold.rpc.rank_executor import ROLE
 from fourfold.rpc.rank_server import RankServer, Seat
 from fourfold.supervision.process_title import name_process
-from fourfold.supervision.run_directory import process_state
 from fourfold_executor_ray.environment import apply_variables
-from fourfold_executor_ray.messages import Arrival, RankOrders
+from fourfold_executor_ray.messages import Arrival, NodeOrders, RankOrders
+from fourfold_executor_ray.node_gate import NodeGate
 
 logger = logging.getLogger(__name__)
 
@@ -33,15 +33,24 @@ _CONNECT_TIMEOUT: Final = 10.0
 class RankActor:
     """Lives in a process of its own, on the node that Ray gave it."""
 
-    def serve(self, encoded: bytes) -> str:
-        """Be the rank of these RankOrders until the executor hangs up; how it ended, as it follows the rank's name."""
+    def __init__(self) -> None:
+        self._gate: NodeGate | None = None
+
+    def open_gate(self, encoded: bytes) -> str:
+        """Connect this node as these NodeOrders say; where its ranks come in."""
+        self._gate = NodeGate(msgspec.msgpack.decode(encoded, type=NodeOrders))
+        return str(self._gate.path)
+
+    def serve(self, encoded: bytes, door: str) -> str:
+        """Be the rank of these RankOrders until the executor hangs up; how it ended, as it follows the rank's name.
+
+        ``door`` is the path of a Unix socket that leads there.
+        """
         orders = msgspec.msgpack.decode(encoded, type=RankOrders)
         apply_variables(orders.variables, os.environ)
         name_process(ROLE, f"{orders.label} {orders.node}", log_level=orders.log_level)
-        with _connect(orders) as stream:
-            process = process_state(ROLE, orders.label, "running", detail=f"node {orders.node}")
-            arrival = Arrival(rank=orders.rank, process=process)
-            send_frame(stream, Frame(Kind.REPLY, 0, msgspec.msgpack.encode(arrival)))
+        with _connect(door, orders) as stream:
+            send_frame(stream, Frame(Kind.REPLY, 0, msgspec.msgpack.encode(Arrival(rank=orders.rank))))
             server = RankServer(stream, replace(_seat(orders), local_rank=_device(orders.local_rank)))
             done = threading.Event()
             threading.Thread(target=_watch, args=(stream, server, done), name="executor-watch", daemon=True).start()
@@ -57,14 +66,14 @@ class RankActor:
         return "has ended"
 
 
-def _connect(orders: RankOrders) -> socket.socket:
+def _connect(door: str, orders: RankOrders) -> socket.socket:
     stream = socket.socket(socket.AF_UNIX)
     stream.settimeout(_CONNECT_TIMEOUT)
     try:
-        stream.connect(orders.door)
+        stream.connect(door)
     except OSError as error:
         stream.close()
-        raise EngineError(f"node {orders.node} does not reach the executor at {orders.door}: {error}") from error
+        raise EngineError(f"node {orders.node} cannot come in at {door}: {error}") from error
     stream.settimeout(None)
     return stream
 
