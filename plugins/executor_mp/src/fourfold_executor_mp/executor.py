@@ -32,11 +32,10 @@ class MpExecutor(RankExecutor):
         self._elsewhere = self._listen(context) if context.config.nodes.nnodes > 1 else None
         self._processes = RankProcesses(self._part, stall_timeout=self._timeouts.stall_timeout)
         try:
-            streams, rendezvous = self._processes.start(self._note_loss)
-            if self._elsewhere is None:
-                self._connect(streams)
-            else:
-                self._connect(streams, nodes=self._elsewhere.ways(self._take_answer))
+            nodes = [] if self._elsewhere is None else self._elsewhere.ways(self._take_answer)
+            self._connect(self._processes.streams, nodes=nodes)
+            rendezvous = self._processes.start(self._note_loss)
+            if self._elsewhere is not None:
                 self._elsewhere.wait(self._timeouts.startup_timeout)
                 rendezvous = ""
             self._start_workers(context, rendezvous=rendezvous, started=started)

@@ -95,8 +95,8 @@ class Follower:
         connection = self._join(agent, ends, patience)
         processes = RankProcesses(self._part, stall_timeout=self._context.config.timeouts.stall_timeout)
         try:
-            streams, _ = processes.start(agent.lose)
-            agent.start(streams, connection.send)
+            agent.start(processes.streams, connection.send)
+            processes.start(agent.lose)
             agent.show(processes.rows())
             if self._stopped:
                 return _End(stopped=True)

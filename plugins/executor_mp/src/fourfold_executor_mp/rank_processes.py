@@ -46,32 +46,36 @@ class RankProcesses:
     def __init__(self, part: Part, *, stall_timeout: float) -> None:
         self._part = part
         self._supervisor = ChildSupervisor(stall_timeout=stall_timeout)
-        self._children: dict[int, ChildProcess] = {}
+        pairs = {rank: socket.socketpair() for rank in part.ranks}
+        self.streams = {rank: ours for rank, (ours, _) in pairs.items()}
+        """Our ends of the streams to the ranks, for whoever calls them to take over."""
+        self._theirs = {rank: theirs for rank, (_, theirs) in pairs.items()}
+        self.children: dict[int, ChildProcess] = {}
+        """By rank."""
 
-    def start(self, on_exit: Callable[[int, str], None]) -> tuple[dict[int, socket.socket], str]:
-        """Start them; returns our ends of the streams to them, and where they meet if no other node has any.
+    def start(self, on_exit: Callable[[int, str], None]) -> str:
+        """Start them; returns where they meet if no other node has any.
 
         ``on_exit`` hears, on the supervisor's thread, of a rank that has ended, and how.
         """
-        pairs = {rank: socket.socketpair() for rank in self._part.ranks}
         with contextlib.ExitStack() as ours:  # what the ranks inherit is theirs alone afterwards
-            for _, theirs in pairs.values():
+            for theirs in self._theirs.values():
                 ours.enter_context(theirs)
             # Where ranks meet before they can talk: no port, no name, and gone with the last process that holds it.
             rendezvous = os.memfd_create("fourfold-rendezvous")
             ours.callback(os.close, rendezvous)
-            for place, (rank, (_, theirs)) in enumerate(pairs.items()):
-                self._children[rank] = self._supervisor.start(
+            for place, (rank, theirs) in enumerate(self._theirs.items()):
+                self.children[rank] = self._supervisor.start(
                     self._command(rank, place, theirs.fileno(), rendezvous),
                     on_exit=partial(_tell_exit, on_exit, rank),
                 )
         # By its path, so that every rank has an open file of its own: locks belong to open files.
-        return {rank: mine for rank, (mine, _) in pairs.items()}, f"file:///proc/self/fd/{rendezvous}"
+        return f"file:///proc/self/fd/{rendezvous}"
 
     def rows(self) -> list[dict[str, Any]]:
         """One row of ``/topology`` a rank that runs."""
         rows = []
-        for rank, child in self._children.items():
+        for rank, child in self.children.items():
             with contextlib.suppress(ProcessLookupError):
                 state = process_state(ROLE, self._part.label(rank), "running", pid=child.pid)
                 rows.append(msgspec.to_builtins(msgspec.structs.replace(state, node=self._part.node)))
@@ -79,12 +83,12 @@ class RankProcesses:
 
     def pid(self, rank: int) -> int | None:
         """The process of a rank; None for one that is not started here."""
-        child = self._children.get(rank)
+        child = self.children.get(rank)
         return None if child is None else child.pid
 
     def kill(self) -> None:
         """End all at once, and wait for nothing."""
-        for child in self._children.values():
+        for child in self.children.values():
             child.send_signal(signal.SIGKILL)
 
     def close(self, grace: float) -> None:
