@@ -34,7 +34,7 @@ def pair(start: Start) -> Pair:
     def start_pair(*arguments: str, **options: object) -> tuple[Server, Callable[[], Server]]:
         address = f"127.{os.getpid() % 250 + 1}.{next(_numbers)}.2"
         layout = ("--tensor-parallel-size", "2", "--pipeline-parallel-size", "2", "--nnodes", "2")
-        shared = (*layout, "--master-address", address, "--num-blocks", "500", *arguments)
+        shared = (*layout, "--master-address", address, "--num-blocks", "600", *arguments)
         given = {"ready": False, "environment": SECRET, **options}
         follower = ("--headless", "--node-rank", "1", "--node-interface", NODE)
         return start(*shared, **given), lambda: start(*shared, *follower, **given)
@@ -75,7 +75,7 @@ def test_a_rank_or_a_node_that_is_lost_is_named_and_the_engine_comes_back(pair: 
     rank = next(process for process in second.descendants() if "PP1.TP1" in " ".join(process.cmdline()))
     rank.kill()
     opened.join()
-    assert f"rank 3 on {os.uname().nodename} ({NODE}) was killed by signal 9 (SIGKILL)" in opened.error
+    assert f"rank 3 on {os.uname().nodename} ({NODE}) was killed by signal 9 (SIGKILL)" in opened.error["message"]
     wait_until(lambda: first.status("/readyz") == 200, 90, "the engine with the other node's ranks")
 
     lost = everything(second)

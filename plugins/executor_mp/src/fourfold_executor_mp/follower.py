@@ -67,7 +67,9 @@ class Follower:
             except EngineError as error:
                 if self._stopped or (last is not None and not last.reason):
                     return
-                raise EngineError(f"node {self.name} lost its engine ({last.reason}), and {error}") if last else error
+                if last is None:
+                    raise
+                raise EngineError(f"node {self.name} has lost its engine ({last.reason}), and {error}") from error
             if end.stopped:
                 return
             patience = _AFTER_LOSS if end.reason else _AFTER_END
