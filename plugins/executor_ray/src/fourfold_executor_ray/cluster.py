@@ -21,6 +21,7 @@ _OBJECT_STORE: Final = 80 << 20
 def join_cluster(plan: Plan) -> None:
     """Connect this process to the cluster of ``plan``. Raises ConfigError for one that cannot be joined."""
     options = {"configure_logging": False, "logging_level": logging.WARNING, "log_to_driver": True}
+    options["namespace"] = plan.namespace or None
     if plan.address:
         _check_reachable(plan.address)
     try:
