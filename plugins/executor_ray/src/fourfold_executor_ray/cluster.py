@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from typing import Final
+from typing import Any, Final
 
 import ray
 
@@ -20,8 +20,12 @@ _OBJECT_STORE: Final = 80 << 20
 
 def join_cluster(plan: Plan) -> None:
     """Connect this process to the cluster of ``plan``. Raises ConfigError for one that cannot be joined."""
-    options = {"configure_logging": False, "logging_level": logging.WARNING, "log_to_driver": True}
-    options["namespace"] = plan.namespace or None
+    options: dict[str, Any] = {
+        "namespace": plan.namespace or None,
+        "configure_logging": False,
+        "logging_level": logging.WARNING,
+        "log_to_driver": True,
+    }
     if plan.address:
         _check_reachable(plan.address)
     try:

@@ -46,13 +46,13 @@ class RankActor:
 
         ``door`` is the path of a Unix socket that leads there. Returns why it ended; empty if the executor did hang up.
         """
-        from ray._raylet import setproctitle
+        import ray
 
         orders = msgspec.msgpack.decode(encoded, type=RankOrders)
         apply_variables(orders.variables, os.environ)
         place = f"{orders.label} {orders.node}"
         name_process(ROLE, place, log_level=orders.log_level)
-        setproctitle(f"fourfold {ROLE} {place}")  # Ray has its own, which alone can change it now
+        ray._raylet.setproctitle(f"fourfold {ROLE} {place}")  # Ray has set one, and nobody else can change it now
         with _connect(door, orders) as stream:
             send_frame(stream, Frame(Kind.REPLY, 0, msgspec.msgpack.encode(Arrival(rank=orders.rank))))
             server = RankServer(stream, replace(_seat(orders), local_rank=_device(orders.local_rank)))

@@ -1,4 +1,4 @@
-"""Ends a cluster that belongs to one executor, however its driver ends: everything in the session that the driver leads.
+"""Ends a cluster that belongs to one executor, however its driver ends: everything in the session that it leads.
 
 ``python -m fourfold_executor_ray.session FOLDER`` is the watchman whom the driver starts, and who lives until it ends.
 """
