@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fourfold.contracts.attention_backend import AttentionBackend, AttentionSpec
     from fourfold.contracts.checkpoint import CheckpointFormat, CheckpointSource
     from fourfold.contracts.communicator import Communicator
-    from fourfold.contracts.executor import Executor
+    from fourfold.contracts.executor import Executor, Follower
     from fourfold.contracts.linear_method import LinearMethod, LinearWeight
     from fourfold.contracts.load_balancer import LoadBalancer
     from fourfold.contracts.operators import Operators
@@ -66,6 +66,16 @@ class ExecutorContext:
     worker: str = "fourfold.worker.worker:Worker"
     """``module:qualname``, called with a WorkerContext on every rank."""
     dp_rank: int = 0
+    first_local_rank: int | None = None
+    """The engine's first rank, counted among all ranks on this node; None: all replicas are on it."""
+    local_workers: int = 0
+    """Ranks on this node; 0: all ranks of all replicas."""
+
+    @property
+    def local_start(self) -> int:
+        """``first_local_rank``, whoever knows it."""
+        first = self.first_local_rank
+        return self.dp_rank * self.layout.engine_world_size if first is None else first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,6 +209,10 @@ class SchedulerContext:
 class ExecutorEntry(Entry["Executor"]):
     """``build(ExecutorContext) -> Executor``."""
 
+    follow: Callable[[ExecutorContext], Follower] | None = None
+    """Builds what has the ranks of another node (``--nnodes``, ``--node-rank``); None: its engines are on one node, or
+    it finds others by itself.
+    """
     offline_only: str = ""
     """Why only ``LLM`` can use it, where that is so; ``serve`` refuses it with this reason."""
 

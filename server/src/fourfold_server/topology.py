@@ -11,13 +11,16 @@ from fourfold.client.engine_client import EngineClient
 from fourfold.config.parallel_config import ParallelConfig
 from fourfold.contracts.load_balancer import EngineState
 from fourfold.supervision.run_directory import ProcessState, running_processes
+from fourfold_server.node_table import NodeRow, read_nodes
 
 
 def read_topology(run_directory: Path, parallel: ParallelConfig, client: EngineClient) -> dict[str, Any]:
     """As JSON-able values; the same in every API server."""
     layout = parallel.layout
+    processes = running_processes(run_directory)
     return {
-        "processes": [_without_start_time(state) for state in running_processes(run_directory)],
+        "nodes": [msgspec.to_builtins(row) for row in [*read_nodes(run_directory), *_nodes_of_ranks(processes)]],
+        "processes": [_shown(state) for state in processes],
         "groups": {
             "tp": layout.tp_groups(),
             "pp": layout.pp_groups(),
@@ -26,8 +29,8 @@ def read_topology(run_directory: Path, parallel: ParallelConfig, client: EngineC
         },
         "replicas": [
             {
-                "rank": link.engine,
-                "label": f"DP{link.engine}",
+                "rank": link.rank,
+                "label": f"DP{link.rank}",
                 "state": "running" if link.state is EngineState.READY else str(link.state),
                 "incarnation": link.incarnation,
             }
@@ -36,7 +39,20 @@ def read_topology(run_directory: Path, parallel: ParallelConfig, client: EngineC
     }
 
 
-def _without_start_time(state: ProcessState) -> dict[str, Any]:
+def _nodes_of_ranks(processes: list[ProcessState]) -> list[NodeRow]:
+    """Nodes that have ranks of an engine: those of processes that say where they are."""
+    replicas: dict[str, set[int]] = {}
+    for process in processes:
+        if process.node:
+            replicas.setdefault(process.node, set()).add(int(process.label.partition(".")[0].removeprefix("DP")))
+    return [
+        NodeRow(node=node, role="ranks", replicas=sorted(ranks), state="running") for node, ranks in replicas.items()
+    ]
+
+
+def _shown(state: ProcessState) -> dict[str, Any]:
     shown: dict[str, Any] = msgspec.to_builtins(state)
     del shown["start_time"]
+    if not state.node:
+        del shown["node"]
     return shown

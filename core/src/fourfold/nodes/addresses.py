@@ -48,6 +48,11 @@ def address_towards(host: str) -> str:
         raise ConfigError(f"there is no way to {host!r}: {error.strerror or error}") from error
 
 
+def node_name(address: str) -> str:
+    """What messages call this node."""
+    return f"{socket.gethostname()} ({address})"
+
+
 def tcp_url(host: str, port: int | str) -> str:
     """``tcp://HOST:PORT``, with an IPv6 address in brackets."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

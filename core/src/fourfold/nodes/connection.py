@@ -13,6 +13,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from fourfold.errors import ConfigError, EngineError
+from fourfold.nodes.addresses import tcp_url
 from fourfold.nodes.node_messages import (
     BEAT_SECONDS,
     KINDS,
@@ -58,8 +59,11 @@ class NodeConnection:
         on_message: OnMessage,
         on_lost: OnLost,
         stop: Callable[[], bool] = lambda: False,
+        source: str | None = None,
     ) -> None:
         """Connect, introduce ``node`` with ``body``, and wait for the welcome; ``stop`` is asked meanwhile.
+
+        ``source`` is the address of this host to connect from, by default that of the way to the listener.
 
         Raises ConfigError for a wrong secret and when it is refused, EngineError when nobody answers in time.
         """
@@ -78,7 +82,7 @@ class NodeConnection:
         self._thread = threading.Thread(target=self._run, name="node-connection", daemon=True)
         hello = Hello(protocol=PROTOCOL, node=node, body=body)
         try:
-            socket.connect(url)
+            socket.connect(url if source is None else f"{tcp_url(source, 0)};{url.removeprefix('tcp://')}")
             self._socket.send([KINDS[Kind.HELLO] + msgspec.msgpack.encode(hello)])
             self.welcome = self._wait_for_welcome(timeout, stop)
             """What the listener's owner said to this node."""

@@ -14,6 +14,7 @@ from typing import Final
 import zmq
 from zmq.utils import z85
 
+from fourfold.config.engine_config import EngineConfig
 from fourfold.errors import ConfigError
 
 MIN_LENGTH: Final = 16
@@ -26,6 +27,16 @@ _COST: Final = 1 << 14
 def new_secret() -> str:
     """A secret that nobody can guess."""
     return secrets.token_urlsafe(32)
+
+
+def required_secret(config: EngineConfig) -> ClusterSecret:
+    """The secret of a deployment over several nodes. Raises ConfigError where there is none."""
+    if config.nodes.cluster_secret is None:
+        raise ConfigError(
+            "several nodes need a secret that nobody else has; give all of them the same --cluster-secret, by the "
+            "variable FOURFOLD_CLUSTER_SECRET for example"
+        )
+    return ClusterSecret(config.nodes.cluster_secret)
 
 
 class ClusterSecret:

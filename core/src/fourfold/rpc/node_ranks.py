@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -14,7 +15,7 @@ from fourfold.nodes.listener import NodeListener
 from fourfold.nodes.secret import ClusterSecret
 from fourfold.rpc.channels import NodeWay
 from fourfold.rpc.frames import Frame
-from fourfold.rpc.rank_link import LOST, pack, unpack
+from fourfold.rpc.rank_link import LOST, SHOWN, pack, unpack
 
 
 class NodeJoin(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +53,7 @@ class NodeRanks:
         self._nodes: dict[int, str] = {}
         """Place -> the node there."""
         self._refusals: list[str] = []
+        self._processes: dict[str, list[dict[str, Any]]] = {}
         self._listener = NodeListener(
             address,
             port,
@@ -88,6 +90,10 @@ class NodeRanks:
         """The node that a rank is on; empty for one of this node."""
         return next((self._nodes.get(place, "") for place, ranks in self._places.items() if rank in ranks), "")
 
+    def processes(self) -> list[dict[str, Any]]:
+        """Of the ranks, as the nodes have told: rows of ``/topology``."""
+        return [row for node in self._nodes.values() for row in self._processes.get(node, [])]
+
     def close(self, reason: str) -> None:
         """Tell the nodes why, which ends their ranks. Idempotent."""
         self._listener.close(reason)
@@ -117,7 +123,9 @@ class NodeRanks:
 
     def _hear(self, node: str, message: bytes) -> None:
         rank, frame = unpack(message)
-        if frame.kind == LOST:
+        if frame.kind == SHOWN:
+            self._processes[node] = msgspec.msgpack.decode(frame.payload, type=list[dict[str, Any]])
+        elif frame.kind == LOST:
             self._on_lost(rank, bytes(frame.payload).decode())
         elif self._take is not None:
             self._take(rank, frame)

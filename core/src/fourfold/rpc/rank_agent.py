@@ -11,10 +11,12 @@ import selectors
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Any, Final
+
+import msgspec
 
 from fourfold.rpc.frames import Frame, FrameReader, FrameWriter
-from fourfold.rpc.rank_link import LOST, pack, unpack
+from fourfold.rpc.rank_link import LOST, SHOWN, pack, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +68,10 @@ class RankAgent:
             with self._lock:
                 if self._wake >= 0:
                     os.eventfd_write(self._wake, 1)
+
+    def show(self, processes: list[dict[str, Any]]) -> None:
+        """Tell the engine of the ranks' processes; each a ``ProcessState`` as plain values."""
+        self._send(pack(Frame(SHOWN, 0, msgspec.msgpack.encode(processes))))
 
     def close(self) -> None:
         """Close the streams, which ends the ranks. Idempotent; from any thread but its own."""

@@ -9,6 +9,8 @@ from fourfold.rpc.frames import Frame
 
 LOST: Final = 0
 """In place of a frame's kind, from a node: the rank's process has ended, and the payload says how."""
+SHOWN: Final = 255
+"""The same: the processes of the node's ranks, as msgpack of rows for ``/topology``."""
 _HEADER: Final = struct.Struct("<BIQ")  # kind, rank, number of the call
 
 

@@ -1,22 +1,20 @@
-"""Gives every rank of one engine a fresh interpreter on this host."""
+"""Gives every rank of one engine a fresh interpreter, on this host and on nodes that join it."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import socket
 import time
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from fourfold.entries import ExecutorContext
-from fourfold.rpc.rank_executor import ROLE, RankExecutor, log_level
-from fourfold.supervision.child_process import ChildCommand, ChildExit, ChildProcess, ChildSupervisor
-from fourfold.supervision.run_directory import process_state
+from fourfold.manifest import fingerprint
+from fourfold.nodes.addresses import node_name
+from fourfold.nodes.secret import required_secret
+from fourfold.plugins import load_plugins
+from fourfold.rpc.frames import Frame
+from fourfold.rpc.node_ranks import NodeRanks
+from fourfold.rpc.rank_executor import RankExecutor
+from fourfold_executor_mp.rank_processes import Part, RankProcesses
 
 
 class MpExecutor(RankExecutor):
@@ -25,17 +23,21 @@ class MpExecutor(RankExecutor):
     def __init__(self, context: ExecutorContext) -> None:
         """Start all ranks at once and wait until each has built its worker.
 
-        Raises WorkerError or ExecutorFailed for a rank that cannot, PluginError and ConfigError for ranks that differ,
-        RpcTimeout past --startup-timeout; no process is left then.
+        Raises WorkerError or ExecutorFailed for a rank that cannot, PluginError and ConfigError for ranks and nodes
+        that differ, RpcTimeout and EngineError past --startup-timeout; no process is left then.
         """
         super().__init__(context)
         started = time.monotonic()
-        self._children: list[ChildProcess] = []
-        streams = [socket.socketpair() for _ in range(self.world_size)]
-        self._connect({rank: ours for rank, (ours, _) in enumerate(streams)})
-        self._supervisor = ChildSupervisor(stall_timeout=self._timeouts.stall_timeout)
+        self._part = part_of(context, 0)
+        self._elsewhere = self._listen(context) if context.config.nodes.nnodes > 1 else None
+        self._processes = RankProcesses(self._part, stall_timeout=self._timeouts.stall_timeout)
         try:
-            rendezvous = self._start_ranks([theirs for _, theirs in streams])
+            nodes = [] if self._elsewhere is None else self._elsewhere.ways(self._take_answer)
+            self._connect(self._processes.streams, nodes=nodes)
+            rendezvous = self._processes.start(self._note_loss)
+            if self._elsewhere is not None:
+                self._elsewhere.wait(self._timeouts.startup_timeout)
+                rendezvous = ""
             self._start_workers(context, rendezvous=rendezvous, started=started)
         except BaseException:
             self.shutdown()
@@ -43,54 +45,65 @@ class MpExecutor(RankExecutor):
 
     def processes(self) -> list[dict[str, Any]]:
         """One row a rank that runs."""
-        rows = []
-        for rank, child in enumerate(self._children):
-            with contextlib.suppress(ProcessLookupError):
-                rows.append(msgspec.to_builtins(process_state(ROLE, self._label(rank), "running", pid=child.pid)))
-        return rows
+        return self._processes.rows() + (self._elsewhere.processes() if self._elsewhere is not None else [])
 
-    def _start_ranks(self, streams: Sequence[socket.socket]) -> str:
-        """Start them; returns where they meet."""
-        with contextlib.ExitStack() as ours:  # what the ranks inherit is theirs alone afterwards
-            for stream in streams:
-                ours.enter_context(stream)
-            # Where ranks meet before they can talk: no port, no name, and gone with the last process that holds it.
-            rendezvous = os.memfd_create("fourfold-rendezvous")
-            ours.callback(os.close, rendezvous)
-            for rank, stream in enumerate(streams):
-                self._children.append(
-                    self._supervisor.start(
-                        self._command(rank, stream.fileno(), rendezvous),
-                        on_exit=partial(self._note_exit, rank),
-                    )
-                )
-        # By its path, so that every rank has an open file of its own: locks belong to open files.
-        return f"file:///proc/self/fd/{rendezvous}"
-
-    def _note_exit(self, rank: int, child: ChildProcess, how: ChildExit) -> None:
-        """On the supervisor's thread, which must not wait."""
-        self._open_channels.post(partial(self._lose, rank, str(how)))
-
-    def _command(self, rank: int, channel: int, rendezvous: int) -> ChildCommand:
-        label = self._label(rank)
-        # Every replica is taken to be on this host, as its devices and cores are shared out.
-        arguments = ["--rank", str(rank), "--local-rank", str(self._global(rank)), "--label", label]
-        arguments += ["--channel", str(channel), "--log-level", log_level()]
-        return ChildCommand(
-            module="fourfold_executor_mp.rank",
-            label=f"{ROLE} {label}",
-            arguments=arguments,
-            pass_fds=(channel, rendezvous),
+    def _listen(self, context: ExecutorContext) -> NodeRanks:
+        nodes = context.config.nodes
+        return NodeRanks(
+            nodes.master_address,
+            nodes.master_port,
+            secret=required_secret(context.config),
+            places={place: part_of(context, place).ranks for place in range(1, nodes.nnodes)},
+            fingerprint=fingerprint(context.config, load_plugins().manifest, rank=0),
+            on_lost=self._note_loss,
+            option="--master-address and --master-port",
         )
 
+    def _take_answer(self, rank: int, frame: Frame) -> None:
+        self._open_channels.take(rank, frame)
+
+    def _note_loss(self, rank: int, how: str) -> None:
+        """On a thread that must not wait."""
+        if self._channels is not None:
+            self._channels.post(partial(self._lose, rank, how))
+
     def _end_ranks(self, grace: float) -> None:
-        # Ranks ignore SIGTERM, which may come to the whole process group when it is for the server alone.
-        self._supervisor.close(grace=grace, terminate=0)
+        if self._elsewhere is not None:
+            self._elsewhere.close(str(self._failure or ""))
+        self._processes.close(grace)
 
     def _kill_ranks(self) -> None:
-        for child in self._children:
-            child.send_signal(signal.SIGKILL)
+        self._processes.kill()
+        if self._elsewhere is not None:
+            self._elsewhere.close(str(self._failure or ""))
 
     def _describe(self, rank: int) -> str:
-        pid = f", pid {self._children[rank].pid}" if rank < len(self._children) else ""
-        return f"rank {rank} ({self._label(rank)}{pid})"
+        pid = self._processes.pid(rank)
+        place = f", pid {pid}" if pid is not None else f" on {self._node(rank)}"
+        return f"rank {rank} ({self._label(rank)}{place})"
+
+    def _name(self, rank: int) -> str:
+        node = self._node(rank)
+        return f"rank {rank} on {node}" if node else f"rank {rank}"
+
+    def _node(self, rank: int) -> str:
+        return "" if self._elsewhere is None else self._elsewhere.node_of(rank)
+
+
+def part_of(context: ExecutorContext, place: int, *, address: str | None = None) -> Part:
+    """The ranks of node ``place``; consecutive ones, so that tensor parallelism stays inside a node if it fits.
+
+    ``address`` is the node's; by default it is the one with the engine.
+    """
+    nodes = context.config.nodes
+    count = context.layout.engine_world_size // nodes.nnodes
+    own = nodes.master_address if address is None else address
+    return Part(
+        layout=context.layout,
+        dp_rank=context.dp_rank,
+        ranks=range(place * count, (place + 1) * count),
+        local_start=context.local_start,
+        local_workers=context.local_workers,
+        node=node_name(own) if nodes.nnodes > 1 else "",
+        address=own if nodes.nnodes > 1 else "",
+    )

@@ -22,7 +22,13 @@ def main() -> None:
     link = connect_to_parent()
     arguments = _parse_arguments()
     name_process("worker", arguments.label, log_level=arguments.log_level)
-    seat = Seat(rank=arguments.rank, local_rank=arguments.local_rank)
+    seat = Seat(
+        rank=arguments.rank,
+        local_rank=arguments.local_rank,
+        local_workers=arguments.local_workers,
+        node=arguments.node,
+        address=arguments.address,
+    )
     server = RankServer(socket.socket(fileno=arguments.channel), seat)
     link.on_stop(server.stop)
     status = 0
@@ -44,6 +50,9 @@ def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m fourfold_executor_mp.rank")
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--local-rank", type=int, required=True)
+    parser.add_argument("--local-workers", type=int, required=True)
+    parser.add_argument("--node", required=True)
+    parser.add_argument("--address", required=True)
     parser.add_argument("--label", required=True)
     parser.add_argument("--channel", type=int, required=True)
     parser.add_argument("--log-level", required=True)
