@@ -56,7 +56,7 @@ def test_stages_are_on_nodes_of_their_own_and_a_lost_rank_is_named(
     assert executor.collective_rpc("meet") == [["0", "1", "2", "3"]] * 4
     rows = executor.processes()
     assert [row["label"] for row in rows] == ["DP0.PP0.TP0", "DP0.PP0.TP1", "DP0.PP1.TP0", "DP0.PP1.TP1"]
-    assert [row["detail"] for row in rows] == [f"node {node}" for node in (first, first, second, second)]
+    assert [row["node"] for row in rows] == [first, first, second, second]
     titles = [" ".join(psutil.Process(row["pid"]).cmdline()).strip() for row in rows]
     assert titles[3] == f"fourfold worker DP0.PP1.TP1 {second}"
 

@@ -197,9 +197,7 @@ class RayExecutor(RankExecutor):
         self._start_workers(self._context, rendezvous=rendezvous, started=self._started)
         found = self.collective_rpc(describe_process)
         self._rows = [
-            msgspec.structs.replace(
-                msgspec.convert(row, ProcessState), label=self._label(rank), detail=f"node {self._node(rank)}"
-            )
+            msgspec.structs.replace(msgspec.convert(row, ProcessState), label=self._label(rank), node=self._node(rank))
             for rank, row in enumerate(found)
         ]
 
