@@ -44,7 +44,7 @@ def read_topology(run_directory: Path, parallel: ParallelConfig, client: EngineC
 def _communicators(ready: EngineReady | None) -> dict[str, str]:
     """What moves tensors in which group, where there are any and it is known."""
     found = "" if ready is None else ready.backends.get("comm", "")
-    return {"comm": found} if found else {}
+    return {"comm": found} if found not in ("", "none") else {}
 
 
 def _nodes_of_ranks(processes: list[ProcessState]) -> list[NodeRow]:
