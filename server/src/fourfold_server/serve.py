@@ -203,7 +203,10 @@ class _Launch:
         from fourfold_server.node_hub import NodeHub
         from fourfold_server.node_table import NodeRow, NodeTable
 
-        name = node_name(self.config.nodes.data_parallel_address if self.plan.elsewhere else self.server_config.host)
+        own = self.config.nodes
+        name = os.uname().nodename
+        if self.plan.elsewhere or own.nnodes > 1:
+            name = node_name(own.master_address if own.nnodes > 1 else own.data_parallel_address)
         ranks = [self.plan.first_rank + engine for engine in self.plan.local]
         nodes = NodeTable(self.run_directory, NodeRow(node=name, role="head", replicas=ranks, state="running"))
         if not self.plan.elsewhere:

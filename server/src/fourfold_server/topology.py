@@ -20,7 +20,7 @@ def read_topology(run_directory: Path, parallel: ParallelConfig, client: EngineC
     layout = parallel.layout
     processes = running_processes(run_directory)
     return {
-        "nodes": [msgspec.to_builtins(row) for row in [*read_nodes(run_directory), *_nodes_of_ranks(processes)]],
+        "nodes": [msgspec.to_builtins(row) for row in _nodes(run_directory, processes)],
         "processes": [_shown(state) for state in processes],
         "groups": {
             "tp": layout.tp_groups(),
@@ -47,13 +47,15 @@ def _communicators(ready: EngineReady | None) -> dict[str, str]:
     return {"comm": found} if found not in ("", "none") else {}
 
 
-def _nodes_of_ranks(processes: list[ProcessState]) -> list[NodeRow]:
-    """Nodes that have ranks of an engine: those of processes that say where they are."""
+def _nodes(run_directory: Path, processes: list[ProcessState]) -> list[NodeRow]:
+    """Nodes that have replicas, then those that have ranks only, which are known from their processes."""
+    rows = read_nodes(run_directory)
+    known = {row.node for row in rows}
     replicas: dict[str, set[int]] = {}
     for process in processes:
-        if process.node:
+        if process.node and process.node not in known:
             replicas.setdefault(process.node, set()).add(int(process.label.partition(".")[0].removeprefix("DP")))
-    return [
+    return rows + [
         NodeRow(node=node, role="ranks", replicas=sorted(ranks), state="running") for node, ranks in replicas.items()
     ]
 

@@ -60,27 +60,21 @@ class Follower:
     def run(self) -> None:
         """See the contract."""
         patience = self._context.config.timeouts.startup_timeout
-        last = ""
+        last: _End | None = None
         while True:
             try:
                 end = self._follow(patience)
             except EngineError as error:
-                if self._stopped:
+                if self._stopped or (last is not None and not last.reason):
                     return
-                raise EngineError(f"{last}; {error}" if last else str(error)) from error
+                if last is None:
+                    raise
+                raise EngineError(f"node {self.name} has lost its engine ({last.reason}), and {error}") from error
             if end.stopped:
                 return
-            if not end.reason:
-                logger.info("the engine has ended; waiting up to %g s for another one", _AFTER_END)
-                try:
-                    end = self._follow(_AFTER_END)
-                except EngineError:
-                    return
-                if end.stopped:
-                    return
-            last = f"node {self.name} has lost its engine: {end.reason or 'it has ended'}"
-            logger.error("%s; waiting up to %g s for another one", last, _AFTER_LOSS)
-            patience = min(patience, _AFTER_LOSS)
+            patience = _AFTER_LOSS if end.reason else _AFTER_END
+            logger.info("the engine has ended: %s; waiting %g s for another one", end.reason or "as asked", patience)
+            last = end
 
     def stop(self) -> None:
         """See the contract."""
