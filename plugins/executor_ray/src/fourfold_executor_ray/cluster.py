@@ -48,9 +48,18 @@ def join_cluster(plan: Plan) -> None:
 
 def nodes() -> list[Node]:
     """The nodes that are alive."""
+    kind = device_kind()
     alive = [row for row in ray.nodes() if row["Alive"]]
     names = unique_names([(row["NodeID"], row["NodeManagerHostname"]) for row in alive])
-    return [Node(id=row["NodeID"], name=names[row["NodeID"]], address=row["NodeManagerAddress"]) for row in alive]
+    return [
+        Node(
+            id=row["NodeID"],
+            name=names[row["NodeID"]],
+            address=row["NodeManagerAddress"],
+            capacity=int(row["Resources"].get(kind, 0)),
+        )
+        for row in alive
+    ]
 
 
 def own_node() -> Node:
@@ -62,11 +71,6 @@ def own_node() -> Node:
 def device_kind() -> str:
     """What a rank takes one of: GPU where the cluster has any, else CPU."""
     return "GPU" if ray.cluster_resources().get("GPU", 0) > 0 else "CPU"
-
-
-def largest_node(kind: str) -> int:
-    """How many of ``kind`` the best node has in all."""
-    return max((int(row["Resources"].get(kind, 0)) for row in ray.nodes() if row["Alive"]), default=0)
 
 
 def free(kind: str) -> float:

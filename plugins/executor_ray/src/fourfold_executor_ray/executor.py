@@ -123,6 +123,7 @@ class RayExecutor(RankExecutor):
             group_id="" if settings.placement_group else _current_group(),
             labels=tuple(self._label(rank) for rank in range(self.world_size)),
             tp=self._layout.tp,
+            replicas=self._layout.dp,
             timeout=self._timeouts.startup_timeout,
             folder=str(self._folder),
             log_level=log_level(),
