@@ -13,17 +13,36 @@ import pytest
 from fourfold import LLM
 from fourfold_executor_ray.session import kill_session
 
-from .conftest import ONE_THREAD
-from .running_server import Server, chat, wait_until
+from .conftest import ONE_THREAD, Start
+from .running_server import Server, Stream, chat, wait_until
 from .test_golden import CHATS, COMPLETIONS, answer
+from .test_lifecycle import completion
+from .test_replicas import PROMPTS, replicas
 from .test_tensor_parallel import IDS, answers, expected
 
 CLUSTER = Path(__file__).parents[2] / "plugins" / "executor_ray" / "tests" / "cluster_program.py"
 
 
+class Cluster:
+    """A Ray cluster of two nodes of 2 CPUs, the first of which runs what is started here."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.address = self._line()
+
+    def order(self, text: str) -> None:
+        """``kill N`` ends a node, ``add CPUS`` brings another one."""
+        assert self._process.stdin is not None
+        print(text, file=self._process.stdin, flush=True)
+        assert self._line() == "done"
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+
 @pytest.fixture
-def address() -> Iterator[str]:
-    """A cluster of two nodes of 2 CPUs."""
+def cluster() -> Iterator[Cluster]:
     process = subprocess.Popen(
         [sys.executable, "-P", CLUSTER, "2", "2"],
         stdin=subprocess.PIPE,
@@ -31,9 +50,8 @@ def address() -> Iterator[str]:
         text=True,
         start_new_session=True,
     )
-    assert process.stdout is not None
     try:
-        yield process.stdout.readline().strip()
+        yield Cluster(process)
     finally:
         kill_session(process.pid)
         process.communicate()
@@ -50,7 +68,8 @@ def test_golden_cases_in_a_cluster_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     assert psutil.Process().children(recursive=True) == []
 
 
-def test_golden_cases_over_two_nodes_through_the_server(address: str, tmp_path: Path) -> None:
+def test_golden_cases_over_two_nodes_through_the_server(cluster: Cluster, tmp_path: Path) -> None:
+    address = cluster.address
     options = ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"]
     server = Server(["--dtype", "float32", *options], tmp_path, RAY_ADDRESS=address, **ONE_THREAD)
     try:
@@ -72,3 +91,19 @@ def test_golden_cases_over_two_nodes_through_the_server(address: str, tmp_path: 
     finally:
         server.kill()
     wait_until(lambda: not any(map(psutil.pid_exists, pids)), 5, f"the end of {pids}")
+
+
+def test_streams_outlive_the_node_of_their_replica(cluster: Cluster, start: Start) -> None:
+    layout = ("--data-parallel-size", "2", "--tensor-parallel-size", "2", "--num-blocks", "2000")
+    server = start(*layout, environment={"RAY_ADDRESS": cluster.address})
+    nodes = {state["label"]: state["node"] for state in server.states().values() if state["role"] == "worker"}
+    assert nodes["DP0.PP0.TP0"] == nodes["DP0.PP0.TP1"] != nodes["DP1.PP0.TP0"] == nodes["DP1.PP0.TP1"]
+    streams = [Stream(server, "/v1/completions", completion(300, prompt=prompt)) for prompt in PROMPTS]
+    for stream in streams:
+        stream.wait_for_events(3)
+    cluster.order("kill 1")
+    for stream in streams:
+        stream.join()
+        assert (stream.error, stream.done) == (None, True)
+    cluster.order("add 2")
+    wait_until(lambda: replicas(server) == ["running"] * 2, 90, "the replica on another node")
