@@ -83,7 +83,7 @@ class NodeConnection:
         hello = Hello(protocol=PROTOCOL, node=node, body=body)
         try:
             socket.connect(url if source is None else f"{tcp_url(source, 0)};{url.removeprefix('tcp://')}")
-            self._socket.send([KINDS[Kind.HELLO] + msgspec.msgpack.encode(hello)])
+            self._socket.send(KINDS[Kind.HELLO] + msgspec.msgpack.encode(hello))
             self.welcome = self._wait_for_welcome(timeout, stop)
             """What the listener's owner said to this node."""
         except BaseException:
@@ -93,7 +93,7 @@ class NodeConnection:
 
     def send(self, content: bytes) -> bool:
         """Send a message without waiting; False once the connection is lost. From any thread."""
-        return self._socket.send([KINDS[Kind.DATA] + content])
+        return self._socket.send(KINDS[Kind.DATA] + content)
 
     def close(self, reason: str) -> None:
         """Tell the listener why, and end. Idempotent; from any thread but its own it waits for the end."""
@@ -147,11 +147,11 @@ class NodeConnection:
                 lost = (f"the node at {self.url} has given no sign of life for {SILENCE_SECONDS:g} s", False)
             if now >= next_beat:
                 next_beat = now + BEAT_SECONDS
-                self._socket.send([KINDS[Kind.BEAT]])
+                self._socket.send(KINDS[Kind.BEAT])
             if lost is None and not self._closing:
                 ready = self._socket.wait(max(0.0, next_beat - now))
         if lost is None:
-            self._socket.send([KINDS[Kind.BYE] + self._reason.encode()])
+            self._socket.send(KINDS[Kind.BYE] + self._reason.encode())
         self._release(linger=LINGER_SECONDS if lost is None else 0)
         if lost is not None:
             self._closing = True

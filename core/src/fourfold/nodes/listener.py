@@ -90,7 +90,7 @@ class NodeListener:
     def send(self, node: str, content: bytes) -> bool:
         """Send a message without waiting; False if the node has gone. From any thread."""
         known = self._nodes.get(node)
-        return known is not None and self._socket.send([known.identity, KINDS[Kind.DATA] + content])
+        return known is not None and self._socket.send(known.identity, KINDS[Kind.DATA] + content)
 
     def close(self, reason: str) -> None:
         """Tell all nodes why, and listen no more. Idempotent; from any thread but its own it waits for the end."""
@@ -112,14 +112,14 @@ class NodeListener:
                 self._beat(now)
             self._socket.wait(max(0.0, next_beat - now))
         for node in list(self._nodes.values()):
-            self._socket.send([node.identity, KINDS[Kind.BYE] + self._reason.encode()])
+            self._socket.send(node.identity, KINDS[Kind.BYE] + self._reason.encode())
         self._nodes.clear()
         self._socket.close(linger=LINGER_SECONDS)
         self._context.term()
 
     def _beat(self, now: float) -> None:
         for node in list(self._nodes.values()):
-            if not self._socket.send([node.identity, KINDS[Kind.BEAT]]):
+            if not self._socket.send(node.identity, KINDS[Kind.BEAT]):
                 self._lose(node, "its connection has ended")
             elif now - node.last_heard > SILENCE_SECONDS:
                 self._lose(node, f"it has given no sign of life for {SILENCE_SECONDS:g} s")
@@ -146,7 +146,7 @@ class NodeListener:
 
     def _meet(self, identity: bytes, hello: Hello) -> None:
         namesake = self._nodes.get(hello.node)
-        if namesake is not None and not self._socket.send([namesake.identity, KINDS[Kind.BEAT]]):
+        if namesake is not None and not self._socket.send(namesake.identity, KINDS[Kind.BEAT]):
             self._lose(namesake, "its connection has ended")
             namesake = None
         try:
@@ -164,10 +164,10 @@ class NodeListener:
             return
         node = _Node(name=hello.node, identity=identity, last_heard=time.monotonic())
         self._nodes[node.name] = self._by_identity[identity] = node
-        self._socket.send([identity, KINDS[Kind.WELCOME] + welcome])
+        self._socket.send(identity, KINDS[Kind.WELCOME] + welcome)
 
     def _refuse(self, identity: bytes, reason: str) -> None:
-        self._socket.send([identity, KINDS[Kind.REFUSED] + reason.encode()])
+        self._socket.send(identity, KINDS[Kind.REFUSED] + reason.encode())
 
     def _lose(self, node: _Node, reason: str, *, planned: bool = False) -> None:
         self._nodes.pop(node.name, None)

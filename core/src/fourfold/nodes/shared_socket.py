@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import threading
-from collections.abc import Sequence
 
 import zmq
 
@@ -25,13 +24,15 @@ class SharedSocket:
         """Let ``wait`` return for this one too, and name it."""
         self._poll.register(descriptor, select.POLLIN)
 
-    def send(self, parts: Sequence[bytes | bytearray | memoryview]) -> bool:
+    def send(self, *parts: bytes) -> bool:
         """Send without waiting; False when the other side has gone, or takes nothing, or this one is closed."""
         with self._lock:
             if self._wake < 0:
                 return False
             try:
-                self.socket.send_multipart(parts, zmq.NOBLOCK)
+                for part in parts[:-1]:
+                    self.socket.send(part, zmq.NOBLOCK | zmq.SNDMORE)
+                self.socket.send(parts[-1], zmq.NOBLOCK)
             except zmq.ZMQError:
                 return False
             finally:
@@ -43,9 +44,12 @@ class SharedSocket:
     def receive(self) -> list[bytes] | None:
         """The next message; None when there is none now."""
         with self._lock:
-            if self._wake < 0 or not int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            if self._wake < 0:
                 return None
-            return self.socket.recv_multipart(zmq.NOBLOCK)
+            try:
+                return self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
 
     def wait(self, seconds: float) -> list[int]:
         """Return when something may have arrived, when woken, or after ``seconds``: the watched ones that are ready."""
