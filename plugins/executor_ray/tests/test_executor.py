@@ -20,7 +20,7 @@ from fourfold_executor_ray.executor import RayExecutor
 from fourfold_executor_ray.session import members
 from fourfold_executor_ray.settings import RaySettings
 
-from .conftest import HERE, RayCluster, wait_until, with_tests_on_path
+from .conftest import HERE, RayCluster, started_cluster, wait_until, with_tests_on_path
 from .faulty_worker import FAULT
 
 FAULTY = "faulty_worker:FaultyWorker"
@@ -117,6 +117,18 @@ def test_nobody_at_the_address_is_told_at_once(start: Start) -> None:
     with pytest.raises(ConfigError, match=r"no Ray cluster answers at 127.0.0.1:1: .*give the HOST:PORT that"):
         start(settings=RaySettings(address="127.0.0.1:1"))
     assert time.monotonic() - began < 10
+
+
+@pytest.mark.long
+def test_a_cluster_with_a_token_lets_in_who_has_it(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
+    with started_cluster(2) as cluster:
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        assert len(start(2).collective_rpc("who")) == 2
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "fedcba9876543210" * 4)
+        with pytest.raises(ConfigError, match="cannot be joined: .*; RAY_AUTH_MODE and RAY_AUTH_TOKEN must be as on"):
+            start(2)
 
 
 IN_A_PROGRAM = """

@@ -95,10 +95,9 @@ def _why_not(address: str, error: BaseException) -> str:
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if not address:
         return f"a Ray cluster cannot be started on this host: {text}"
-    hint = ""
-    if isinstance(error, ray.exceptions.AuthenticationError) or "token" in str(error).lower():
-        hint = "; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN as on its other nodes"
-    return f"the Ray cluster at {address} cannot be joined: {text}{hint}"
+    # Ray tells its log alone that a token is wrong.
+    hint = "RAY_AUTH_MODE and RAY_AUTH_TOKEN must be as on its other nodes"
+    return f"the Ray cluster at {address} cannot be joined: {text}; {hint}"
 
 
 def leave_cluster() -> None:
