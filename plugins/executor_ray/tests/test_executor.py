@@ -127,7 +127,7 @@ def test_a_cluster_with_a_token_lets_in_who_has_it(start: Start, monkeypatch: py
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
         assert len(start(2).collective_rpc("who")) == 2
         monkeypatch.setenv("RAY_AUTH_TOKEN", "fedcba9876543210" * 4)
-        with pytest.raises(ConfigError, match="cannot be joined: .*; RAY_AUTH_MODE and RAY_AUTH_TOKEN must be as on"):
+        with pytest.raises(ConfigError, match=r"cannot be joined: .*; RAY_AUTH_MODE and RAY_AUTH_TOKEN must be as on"):
             start(2)
 
 
