@@ -13,7 +13,8 @@ import tempfile
 
 def main(cpus: list[int]) -> None:
     with tempfile.TemporaryDirectory(prefix="ff-ray-", ignore_cleanup_errors=True) as folder:
-        os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": folder}
+        os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": folder}
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         os.mkdir(f"{folder}/ray")
         from ray.cluster_utils import Cluster
 

@@ -16,6 +16,7 @@ from fourfold.config.engine_config import EngineConfig
 from fourfold.config.parallel_config import ParallelConfig
 from fourfold.config.timeout_config import TimeoutConfig
 from fourfold.entries import ExecutorContext
+from fourfold.testing.processes import still_runs
 from fourfold_executor_ray.executor import RayExecutor
 from fourfold_executor_ray.session import kill_session, members
 from fourfold_executor_ray.settings import RaySettings
@@ -53,21 +54,33 @@ class RayCluster:
 def started_cluster(*cpus: int) -> Iterator[RayCluster]:
     command = [sys.executable, "-P", HERE / "cluster_program.py", *map(str, cpus)]
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=with_tests_on_path(),
     )
     try:
         yield RayCluster(process)
     finally:
         kill_session(process.pid)
         process.communicate(timeout=DEADLINE)
-        wait_until(lambda: not list(members(process.pid)), "the end of the cluster")
+        wait_until(lambda: not any(map(still_runs, members(process.pid))), "the end of the cluster")
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RayCluster]:
-    """One node of 4 CPUs."""
-    with started_cluster(4) as cluster:
+@pytest.fixture(scope="session")
+def shared_cluster() -> Iterator[RayCluster]:
+    """Two nodes of 2 CPUs, for all tests."""
+    with started_cluster(2, 2) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def cluster(shared_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> RayCluster:
+    """The same, given by the environment."""
+    monkeypatch.setenv("RAY_ADDRESS", shared_cluster.address)
+    return shared_cluster
 
 
 def make_context(
@@ -94,11 +107,10 @@ def wait_until(condition: Callable[[], Any], what: str, timeout: float = DEADLIN
     return value
 
 
-@pytest.fixture(autouse=True)
-def _test_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks find what lies beside the tests."""
+def with_tests_on_path() -> dict[str, str]:
+    """An environment in which ranks find what lies beside the tests."""
     path = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 @pytest.fixture

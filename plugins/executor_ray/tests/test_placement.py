@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fourfold_executor_ray.placement import Node, Slot, bundle_sizes, seat, shortage, torn_stages, unique_names
 
-NODES = {name: Node(id=f"id-{name}", name=name, address="") for name in "abcd"}
+NODES = {name: Node(id=f"id-{name}", name=name, address="", capacity=4) for name in "abcd"}
 
 
 def slots(**counts: int) -> list[Slot]:
@@ -52,6 +52,12 @@ def test_every_rank_has_a_slot_of_its_own(counts: list[int], stages: int, tp: in
         assert [place.local_rank for place in here] == list(range(len(here)))
         assert {place.local_workers for place in here} <= {len(here)}
     assert len(torn_stages(places, tp)) == max(0, stages - sum(count // tp for count in counts))
+
+
+def test_other_replicas_may_be_on_the_same_node_as_far_as_there_is_room() -> None:
+    for replicas, expected in ((1, 2), (2, 4), (3, 4)):
+        places = seat(slots(a=2), stages=1, tp=2, own_node="", replicas=replicas)
+        assert [place.local_workers for place in places] == [expected] * 2
 
 
 def test_a_stage_is_a_bundle_unless_no_node_has_room_for_one() -> None:

@@ -10,6 +10,7 @@ import msgspec
 from fourfold.client.engine_client import EngineClient
 from fourfold.config.parallel_config import ParallelConfig
 from fourfold.contracts.load_balancer import EngineState
+from fourfold.messages import EngineReady
 from fourfold.supervision.run_directory import ProcessState, running_processes
 from fourfold_server.node_table import NodeRow, read_nodes
 
@@ -33,10 +34,17 @@ def read_topology(run_directory: Path, parallel: ParallelConfig, client: EngineC
                 "label": f"DP{link.rank}",
                 "state": "running" if link.state is EngineState.READY else str(link.state),
                 "incarnation": link.incarnation,
+                **_communicators(link.ready),
             }
             for link in client.links
         ],
     }
+
+
+def _communicators(ready: EngineReady | None) -> dict[str, str]:
+    """What moves tensors in which group, where there are any and it is known."""
+    found = "" if ready is None else ready.backends.get("comm", "")
+    return {"comm": found} if found not in ("", "none") else {}
 
 
 def _nodes(run_directory: Path, processes: list[ProcessState]) -> list[NodeRow]:

@@ -35,7 +35,7 @@ class Actors:
         self.count = len(plan.labels)
         self._plan = plan
         self._group = group
-        self._seats = seat(slots, stages=self.count // plan.tp, tp=plan.tp, own_node=own_node)
+        self._seats = seat(slots, stages=self.count // plan.tp, tp=plan.tp, own_node=own_node, replicas=plan.replicas)
         order = dict.fromkeys([own_node, *(place.slot.node.id for place in self._seats)])
         self._numbers = {node: number for number, node in enumerate(order)}
         self._handles: list[Any] = []

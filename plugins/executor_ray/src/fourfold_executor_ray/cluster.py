@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from typing import Final
+from typing import Any, Final
 
 import ray
 
@@ -20,7 +20,12 @@ _OBJECT_STORE: Final = 80 << 20
 
 def join_cluster(plan: Plan) -> None:
     """Connect this process to the cluster of ``plan``. Raises ConfigError for one that cannot be joined."""
-    options = {"configure_logging": False, "logging_level": logging.WARNING, "log_to_driver": True}
+    options: dict[str, Any] = {
+        "namespace": plan.namespace or None,
+        "configure_logging": False,
+        "logging_level": logging.WARNING,
+        "log_to_driver": True,
+    }
     if plan.address:
         _check_reachable(plan.address)
     try:
@@ -43,9 +48,18 @@ def join_cluster(plan: Plan) -> None:
 
 def nodes() -> list[Node]:
     """The nodes that are alive."""
+    kind = device_kind()
     alive = [row for row in ray.nodes() if row["Alive"]]
     names = unique_names([(row["NodeID"], row["NodeManagerHostname"]) for row in alive])
-    return [Node(id=row["NodeID"], name=names[row["NodeID"]], address=row["NodeManagerAddress"]) for row in alive]
+    return [
+        Node(
+            id=row["NodeID"],
+            name=names[row["NodeID"]],
+            address=row["NodeManagerAddress"],
+            capacity=int(row["Resources"].get(kind, 0)),
+        )
+        for row in alive
+    ]
 
 
 def own_node() -> Node:
@@ -57,11 +71,6 @@ def own_node() -> Node:
 def device_kind() -> str:
     """What a rank takes one of: GPU where the cluster has any, else CPU."""
     return "GPU" if ray.cluster_resources().get("GPU", 0) > 0 else "CPU"
-
-
-def largest_node(kind: str) -> int:
-    """How many of ``kind`` the best node has in all."""
-    return max((int(row["Resources"].get(kind, 0)) for row in ray.nodes() if row["Alive"]), default=0)
 
 
 def free(kind: str) -> float:
@@ -86,10 +95,9 @@ def _why_not(address: str, error: BaseException) -> str:
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if not address:
         return f"a Ray cluster cannot be started on this host: {text}"
-    hint = ""
-    if isinstance(error, ray.exceptions.AuthenticationError) or "token" in str(error).lower():
-        hint = "; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN as on its other nodes"
-    return f"the Ray cluster at {address} cannot be joined: {text}{hint}"
+    # Ray tells its log alone that a token is wrong.
+    hint = "RAY_AUTH_MODE and RAY_AUTH_TOKEN must be as on its other nodes"
+    return f"the Ray cluster at {address} cannot be joined: {text}; {hint}"
 
 
 def leave_cluster() -> None:

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import os
 import queue
+import subprocess
 import threading
 import time
 from concurrent.futures import Future
@@ -37,6 +38,7 @@ from fourfold_executor_ray.messages import (
     Refused,
     Waiting,
 )
+from fourfold_executor_ray.session import start_watchman
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +83,7 @@ class Driver:
         self._link = link
         self._events: queue.SimpleQueue[Order | Ended | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
+        self._watchman: subprocess.Popen[bytes] | None = None
         orders = msgspec.msgpack.Decoder(Order)
         link.on_message(lambda message: self._events.put(orders.decode(message)))
         link.on_stop(self._stop)
@@ -93,6 +96,8 @@ class Driver:
         from fourfold_executor_ray.actors import Actors
         from fourfold_executor_ray.group import BundleGroup
 
+        if not plan.address:
+            self._watchman = start_watchman(plan.folder)
         cluster.join_cluster(plan)
         own = cluster.own_node()
         self.report(Joined(address=own.address))
@@ -155,8 +160,9 @@ class Driver:
                     until = time.monotonic() + event.grace
             elif isinstance(event, Ended):
                 ended.add(event.rank)
-                if until is None:
-                    self.report(Lost(rank=event.rank, cause=actors.cause(event.how)))
+                cause = actors.cause(event.how)
+                if until is None and cause:
+                    self.report(Lost(rank=event.rank, cause=cause))
         actors.kill()
 
 

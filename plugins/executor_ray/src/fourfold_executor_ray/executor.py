@@ -7,7 +7,6 @@ import queue
 import secrets
 import shutil
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -30,6 +29,7 @@ from fourfold.rpc.rank_executor import RankExecutor, log_level
 from fourfold.supervision.child_process import ChildCommand, ChildExit, ChildProcess, ChildSupervisor
 from fourfold.supervision.run_directory import ProcessState, is_running
 from fourfold_executor_ray.door import Door
+from fourfold_executor_ray.leftovers import end_process
 from fourfold_executor_ray.messages import (
     End,
     Invitation,
@@ -44,8 +44,8 @@ from fourfold_executor_ray.messages import (
     Waiting,
 )
 from fourfold_executor_ray.rank_process import describe_process
-from fourfold_executor_ray.session import end_process, kill_session
-from fourfold_executor_ray.settings import given_cluster, settings_of
+from fourfold_executor_ray.session import kill_session
+from fourfold_executor_ray.settings import connected_ray, given_cluster, settings_of
 
 logger = logging.getLogger(__name__)
 
@@ -118,10 +118,12 @@ class RayExecutor(RankExecutor):
         return Plan(
             address=self._address,
             placement=settings.placement,
+            namespace=settings.namespace or _connected_namespace(),
             group_name=settings.placement_group,
             group_id="" if settings.placement_group else _current_group(),
             labels=tuple(self._label(rank) for rank in range(self.world_size)),
             tp=self._layout.tp,
+            replicas=self._layout.dp,
             timeout=self._timeouts.startup_timeout,
             folder=str(self._folder),
             log_level=log_level(),
@@ -196,9 +198,7 @@ class RayExecutor(RankExecutor):
         self._start_workers(self._context, rendezvous=rendezvous, started=self._started)
         found = self.collective_rpc(describe_process)
         self._rows = [
-            msgspec.structs.replace(
-                msgspec.convert(row, ProcessState), label=self._label(rank), detail=f"node {self._node(rank)}"
-            )
+            msgspec.structs.replace(msgspec.convert(row, ProcessState), label=self._label(rank), node=self._node(rank))
             for rank, row in enumerate(found)
         ]
 
@@ -297,8 +297,12 @@ class RayExecutor(RankExecutor):
 
 def _current_group() -> str:
     """The id of the placement group that this program itself runs in; empty if there is none."""
-    ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
-        return ""
-    group = ray.util.get_current_placement_group()
+    ray = connected_ray()
+    group = None if ray is None else ray.util.get_current_placement_group()
     return "" if group is None else str(group.id.hex())
+
+
+def _connected_namespace() -> str:
+    """The namespace of this program, if it is connected itself."""
+    ray = connected_ray()
+    return "" if ray is None else str(ray.get_runtime_context().namespace)

@@ -39,7 +39,9 @@ class BundleGroup:
             self.handle = _find(plan.group_name)
         else:
             self._sizes = bundle_sizes(
-                stages=len(plan.labels) // plan.tp, tp=plan.tp, largest_node=cluster.largest_node(self.kind)
+                stages=len(plan.labels) // plan.tp,
+                tp=plan.tp,
+                largest_node=max(node.capacity for node in cluster.nodes()),
             )
             self.handle = placement_group(
                 [{self.kind: size} for size in self._sizes], strategy=_STRATEGIES[plan.placement]

@@ -11,6 +11,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     address: str
     """Of the cluster; empty: start one."""
     placement: str
+    namespace: str
+    """That names are looked up in; empty: a new one."""
     group_name: str
     """Of a placement group that is there; empty: see ``group_id``."""
     group_id: str
@@ -19,6 +21,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     """Of all ranks, in order."""
     tp: int
     """Ranks of a stage."""
+    replicas: int
+    """Engines that place their ranks like this one."""
     timeout: float
     """Seconds for resources to come free."""
     folder: str

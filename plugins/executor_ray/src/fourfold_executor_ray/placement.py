@@ -15,6 +15,8 @@ class Node:
     name: str
     """As people call it; no two have the same."""
     address: str
+    capacity: int
+    """Ranks of all engines that it has room for, where they are alone on it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +36,7 @@ class Place:
     local_rank: int
     """Among the ranks of its node."""
     local_workers: int
-    """Ranks of its node."""
+    """Ranks of its node, with those that other replicas may have there."""
 
 
 def bundle_sizes(*, stages: int, tp: int, largest_node: int) -> list[int]:
@@ -45,11 +47,11 @@ def bundle_sizes(*, stages: int, tp: int, largest_node: int) -> list[int]:
     return [tp] * stages if tp <= largest_node else [1] * (stages * tp)
 
 
-def seat(slots: Iterable[Slot], *, stages: int, tp: int, own_node: str) -> list[Place]:
+def seat(slots: Iterable[Slot], *, stages: int, tp: int, own_node: str, replicas: int = 1) -> list[Place]:
     """A place for every rank, in rank order; the same for any order of ``slots``.
 
     Nodes come in the order of their names, the executor's own first; a stage is on one node where one has room for it.
-    ``slots`` are at least ``stages * tp``.
+    ``slots`` are at least ``stages * tp``. Where other ``replicas`` are is not known, so each counts with all of them.
     """
     free: dict[str, list[Slot]] = {}
     for slot in sorted(slots, key=lambda slot: (slot.node.id != own_node, slot.node.name, slot.bundle)):
@@ -62,7 +64,7 @@ def seat(slots: Iterable[Slot], *, stages: int, tp: int, own_node: str) -> list[
     chosen: list[Slot] = []
     for stage in whole:
         chosen += stage if stage is not None else [rest.pop(0) for _ in range(tp)]
-    return _numbered(chosen)
+    return _numbered(chosen, replicas)
 
 
 def torn_stages(places: Sequence[Place], tp: int) -> list[int]:
@@ -89,11 +91,13 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _numbered(slots: Sequence[Slot]) -> list[Place]:
+def _numbered(slots: Sequence[Slot], replicas: int) -> list[Place]:
     workers = Counter(slot.node.id for slot in slots)
     seen: Counter[str] = Counter()
     places = []
     for slot in slots:
-        places.append(Place(slot=slot, local_rank=seen[slot.node.id], local_workers=workers[slot.node.id]))
+        own = workers[slot.node.id]
+        most = max(own, min(own * replicas, slot.node.capacity))
+        places.append(Place(slot=slot, local_rank=seen[slot.node.id], local_workers=most))
         seen[slot.node.id] += 1
     return places

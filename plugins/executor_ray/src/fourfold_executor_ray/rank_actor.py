@@ -42,13 +42,17 @@ class RankActor:
         return str(self._gate.path)
 
     def serve(self, encoded: bytes, door: str) -> str:
-        """Be the rank of these RankOrders until the executor hangs up; how it ended, as it follows the rank's name.
+        """Be the rank of these RankOrders until the executor hangs up.
 
-        ``door`` is the path of a Unix socket that leads there.
+        ``door`` is the path of a Unix socket that leads there. Returns why it ended; empty if the executor did hang up.
         """
+        import ray
+
         orders = msgspec.msgpack.decode(encoded, type=RankOrders)
         apply_variables(orders.variables, os.environ)
-        name_process(ROLE, f"{orders.label} {orders.node}", log_level=orders.log_level)
+        place = f"{orders.label} {orders.node}"
+        name_process(ROLE, place, log_level=orders.log_level)
+        ray._raylet.setproctitle(f"fourfold {ROLE} {place}")  # Ray has set one, and nobody else can change it now
         with _connect(door, orders) as stream:
             send_frame(stream, Frame(Kind.REPLY, 0, msgspec.msgpack.encode(Arrival(rank=orders.rank))))
             server = RankServer(stream, replace(_seat(orders), local_rank=_device(orders.local_rank)))
@@ -63,7 +67,7 @@ class RankActor:
                 logging.shutdown()
                 sys.stdout.flush()
                 sys.stderr.flush()
-        return "has ended"
+        return ""
 
 
 def _connect(door: str, orders: RankOrders) -> socket.socket:

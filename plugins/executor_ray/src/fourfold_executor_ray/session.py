@@ -1,31 +1,18 @@
-"""Ends what is left of a cluster that belongs to one executor: everything in the session that its driver leads."""
+"""Ends a cluster that belongs to one executor, however its driver ends: everything in the session that it leads.
+
+``python -m fourfold_executor_ray.session FOLDER`` is the watchman whom the driver starts, and who lives until it ends.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
+import shutil
 import signal
-import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-from fourfold.supervision.run_directory import ProcessState, is_running
-
-
-def end_process(state: ProcessState, grace: float) -> None:
-    """Wait ``grace`` seconds for the end of a process of this host, then kill it; those of others are left alone."""
-    if state.host != socket.gethostname() or not is_running(state):
-        return
-    with contextlib.suppress(ProcessLookupError):
-        descriptor = os.pidfd_open(state.pid)
-        try:
-            poll = select.poll()
-            poll.register(descriptor, select.POLLIN)
-            if not poll.poll(1000 * grace) and is_running(state):
-                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-        finally:
-            os.close(descriptor)
 
 
 def members(session: int) -> Iterator[int]:
@@ -38,7 +25,28 @@ def members(session: int) -> Iterator[int]:
 
 
 def kill_session(session: int) -> None:
-    """Kill them all. The number of a session is free for others only when its last process has gone."""
+    """Kill all but the caller. The number of a session is free for others only when its last process has gone."""
     for pid in members(session):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        if pid != os.getpid():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def start_watchman(folder: str) -> subprocess.Popen[bytes]:
+    """When this process ends, kill what is left of its session, and remove ``folder``.
+
+    Ray's own processes end with their parent or look for it now and then, which takes some of them half a minute.
+    """
+    return subprocess.Popen([sys.executable, "-P", "-m", __spec__.name, folder], stdin=subprocess.PIPE)
+
+
+def _watch(folder: str) -> None:
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    sys.stdin.read()
+    kill_session(os.getsid(0))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    _watch(sys.argv[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from fourfold.config.engine_config import EngineConfig
 from fourfold.errors import ConfigError
@@ -32,6 +32,9 @@ class RaySettings:
     one.
     """
 
+    namespace: str = ""
+    """The namespace that the placement group was named in; by default that of the program, if it is connected."""
+
     def __post_init__(self) -> None:
         if self.address.startswith("ray://"):
             raise ConfigError(
@@ -46,12 +49,18 @@ def settings_of(config: EngineConfig) -> RaySettings:
     return found if isinstance(found, RaySettings) else RaySettings()
 
 
+def connected_ray() -> Any:
+    """The module ray, if the program that this is part of is connected to a cluster; else None."""
+    ray = sys.modules.get("ray")
+    return ray if ray is not None and ray.is_initialized() else None
+
+
 def given_cluster(settings: RaySettings) -> tuple[str, str]:
     """The address of the cluster that somebody named, and where; two empty texts if nobody did."""
     if settings.address:
         return ("", "") if settings.address == LOCAL else (settings.address, "--ray-address")
-    ray = sys.modules.get("ray")  # imported by the program, if it is connected
-    if ray is not None and ray.is_initialized():
+    ray = connected_ray()
+    if ray is not None:
         return ray.get_runtime_context().gcs_address, "ray.init in this program"
     address = os.environ.get("RAY_ADDRESS", "")
     return ("", "") if address in ("", LOCAL) else (address, "RAY_ADDRESS")
