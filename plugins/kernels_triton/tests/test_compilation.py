@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fourfold.config.cache_config import CacheConfig
 from fourfold.config.engine_config import EngineConfig
 from fourfold.contracts.attention_backend import AttentionMetadata, AttentionSpec
 from fourfold.entries import AttentionContext, ComputeContext
@@ -38,9 +39,10 @@ def launches(monkeypatch):
     return noted
 
 
-def attend(dtype, spec, counts, *, norm=False):
+def attend(dtype, spec, counts, *, norm=False, cache="auto"):
     """One call on ``counts`` new tokens a sequence, with room for 40,960 tokens each."""
-    context = AttentionContext(config=EngineConfig(), device=META, dtype=dtype, spec=spec)
+    config = EngineConfig(cache=CacheConfig(kv_cache_dtype=cache))
+    context = AttentionContext(config=config, device=META, dtype=dtype, spec=spec)
     backend = attention.TritonAttention(context)
     if norm:
         weight = torch.empty(spec.head_dim, dtype=dtype, device=META)
@@ -62,7 +64,7 @@ def attend(dtype, spec, counts, *, norm=False):
         torch.empty(tokens, width, dtype=dtype, device=META),
         torch.empty(tokens, dtype=torch.int64, device=META),
         torch.empty(40960, spec.rotary_dim, dtype=FP32, device=META),
-        torch.empty(backend.kv_cache_shape(100, 16), dtype=dtype, device=META),
+        torch.empty(backend.kv_cache_shape(100, 16), dtype=context.cache_dtype, device=META),
         metadata,
     )
 
@@ -73,8 +75,9 @@ def test_attention(launches):
     attend(BF16, GEMMA, (100, 1))
     attend(FP16, UNEVEN, (100, 1))
     attend(FP32, LLAMA, (100, 1))
+    attend(BF16, QWEN, (100, 1), norm=True, cache="fp8")
     compiled = launches.compile()
-    assert len(compiled) == 15
+    assert len(compiled) == 18
     for launch, kernel in compiled:
         name, ptx = launch.kernel.__name__, kernel.asm["ptx"]
         if name == "write_cache" or "*fp32" in dict(launch.signature)["qkv_ptr"]:
@@ -89,11 +92,17 @@ def test_attention(launches):
 def test_what_is_compiled_ahead_is_what_steps_start(launches, monkeypatch):
     monkeypatch.setattr(attention, "Compilation", lambda device: launches)
     monkeypatch.setattr(operators, "Compilation", lambda device: launches)
+    monkeypatch.setattr(linear, "Compilation", lambda device: launches)
     cuda = torch.device("cuda")
     compute = ComputeContext(config=EngineConfig(), device=META, dtype=BF16)
     built = operators.TritonOperators(compute)
     built._device = cuda
-    assert built._compile() is launches
+    built.expect(hidden_size=1024, intermediate_size=3072, activation="silu")
+    built._compile(operators._draw)
+    method = linear.TritonLinearMethod(compute)
+    weight = method.create(1024, 4096, bias=False, dtype=BF16)
+    method._device = cuda
+    method._compile(weight)
     for norm in (False, True):
         context = AttentionContext(config=EngineConfig(), device=META, dtype=BF16, spec=QWEN)
         backend = attention.TritonAttention(context)
@@ -108,6 +117,11 @@ def test_what_is_compiled_ahead_is_what_steps_start(launches, monkeypatch):
         attend(BF16, QWEN, (100, 1), norm=norm)
     numbers = torch.empty(3, dtype=torch.int64, device=META)
     built = operators.TritonOperators(compute)
+    x = torch.empty(7, 1024, dtype=BF16, device=META)
+    built.rms_norm(x, x[0], 1e-6)
+    built.add_rms_norm(x, x, x[0], 1e-6)
+    built.gated(torch.empty(7, 6144, dtype=BF16, device=META), "silu")
+    method.apply(weight, x[:1])
     built.gumbel_argmax(torch.empty(3, 151936, device=META), torch.empty(3, device=META), numbers, numbers)
     assert set(launches.noted) == set(ahead)
 

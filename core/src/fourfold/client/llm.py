@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, Self
 
 import msgspec
 
+from fourfold.client.frozen_heap import frozen_heap
 from fourfold.client.replicas import Replicas
 from fourfold.client.request_result import CompletionOutput, RequestResult
 from fourfold.config.engine_config import EngineConfig
@@ -197,7 +198,8 @@ class LLM:
             for choice in self._choices(prompt, sampling, place)
         ]
         # The engine refuses more than it lets wait; the rest is added as requests end.
-        _Batch(self._core, choices, limit=self.config.scheduler.max_num_waiting).run()
+        with frozen_heap():
+            _Batch(self._core, choices, limit=self.config.scheduler.max_num_waiting).run()
         results: list[RequestResult] = []
         following = iter(choices)
         for prompt, sampling in zip(prompts, several):

@@ -8,7 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from fourfold.contracts.attention_backend import AttentionSpec
+from fourfold.contracts.operators import Foresight
 from fourfold.entries import AttentionContext, ComputeContext
+from fourfold.errors import Unsupported
 from fourfold.layers.partition import cut_heads
 from fourfold.layers.rotary import rotary_table
 from fourfold.models.backends import build_backend, log_passed_over
@@ -63,7 +65,7 @@ class DecoderBuilder:
         self._config = config
         self._registry = registry
         self._device = device
-        self._dtype = dtype
+        self._dtype = self._kv_cache_dtype = dtype
         self._cut = cut_heads(description.num_heads, description.num_kv_heads, group.rank, group.world_size)
         compute = ComputeContext(config=config, device=device, dtype=dtype, rank=rank)
         backends, names = registry, config.backends
@@ -84,6 +86,12 @@ class DecoderBuilder:
                 "attention backend": backends.attention_backends() if names.attention == AUTO else {},
             },
         )
+        if isinstance(self._operators, Foresight):
+            self._operators.expect(
+                hidden_size=description.hidden_size,
+                intermediate_size=-(-description.intermediate_size // group.world_size),
+                activation=description.activation,
+            )
         self._factory = ParallelLayerFactory(config, registry, group, method, device=device, dtype=dtype)
         self._chosen = {"attention": attention_name, "linear_method": linear_name, "operators": operators_name}
         self._parameters: dict[str, Load] = {}
@@ -110,6 +118,7 @@ class DecoderBuilder:
             operators=self._operators,
             backends={**self._chosen, "parallel_layer": ",".join(layer_names)},
             dtype=self._dtype,
+            kv_cache_dtype=self._kv_cache_dtype,
             block_size=self._config.cache.block_size,
         )
         return BuiltDecoder(decoder=decoder, parameters=self._parameters)
@@ -131,6 +140,8 @@ class DecoderBuilder:
 
     def _build_attentions(self, entry: Entry[Any]) -> list[AttentionBackend]:
         """One a layer of this stage, all from one entry."""
+        if self._config.cache.kv_cache_dtype == "fp8" and "fp8_cache" not in entry.capabilities:
+            raise Unsupported("it keeps no fp8 cache; --kv-cache-dtype auto needs none")
         backends: list[AttentionBackend] = []
         for layer in self._description.layers[self._stage.layers.start : self._stage.layers.stop]:
             rotary = None if layer.rotary is None else self._description.rotaries[layer.rotary]
@@ -143,11 +154,13 @@ class DecoderBuilder:
                 sliding_window=layer.sliding_window,
                 soft_cap=self._description.attention_soft_cap,
                 rotary_dim=0 if rotary is None else rotary.dim,
+                head_norms=self._description.query_key_norm,
             )
             context = AttentionContext(config=self._config, device=self._device, dtype=self._dtype, spec=spec)
             backend = entry.build(context)
             backend.kv_cache_shape(1, self._config.cache.block_size)  # refuses a block size that it cannot hold
             backends.append(backend)
+            self._kv_cache_dtype = context.cache_dtype
         return backends
 
     def _build_layer(self, layer: int, attention: AttentionBackend, tables: list[torch.Tensor]) -> DecoderLayer:

@@ -43,6 +43,7 @@ class Decoder:
         operators: Operators,
         backends: dict[str, str],
         dtype: torch.dtype,
+        kv_cache_dtype: torch.dtype,
         block_size: int,
     ) -> None:
         """``embedding`` is None beyond the first stage, ``final_norm`` and ``head`` before the last one."""
@@ -51,6 +52,7 @@ class Decoder:
         self.backends = backends
         """Chosen name of each kind of backend."""
         self.dtype = dtype
+        self.kv_cache_dtype = kv_cache_dtype
         self.operators = operators
         self._block_size = block_size
         self._embedding = embedding
@@ -139,7 +141,7 @@ class Decoder:
         return self._last().best(local, broken, self.operators)
 
     def kv_cache_shape(self, layer: int, num_blocks: int) -> tuple[int, ...]:
-        """Shape of one layer's cache tensor, in ``dtype``; ``layer`` is its number in the whole model."""
+        """Shape of one layer's cache tensor; ``layer`` is its number in the whole model."""
         return self._layers[self.stage.layers.index(layer)].parts.attention.kv_cache_shape(num_blocks, self._block_size)
 
     def kv_cache_specs(self) -> dict[int, KVCacheSpec]:
@@ -147,7 +149,7 @@ class Decoder:
         return {
             layer: KVCacheSpec(
                 block_size=self._block_size,
-                bytes_per_block=math.prod(self.kv_cache_shape(layer, 1)) * self.dtype.itemsize,
+                bytes_per_block=math.prod(self.kv_cache_shape(layer, 1)) * self.kv_cache_dtype.itemsize,
                 sliding_window=self.description.layers[layer].sliding_window,
             )
             for layer in self.stage.layers

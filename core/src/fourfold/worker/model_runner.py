@@ -58,7 +58,7 @@ class Model(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations and cache."""
+        """Of activations."""
 
     @property
     def operators(self) -> Operators:
@@ -81,6 +81,10 @@ class Model(Protocol):
 
     def best_tokens(self, local: torch.Tensor, broken: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``local_logits`` and bool [R] where they are not finite -> int64 [R] and bool [R] for all ranks, on all."""
+
+    @property
+    def kv_cache_dtype(self) -> torch.dtype:
+        """Of cache tensors."""
 
     def kv_cache_specs(self) -> dict[int, KVCacheSpec]:
         """Of this rank's layers, in order."""
@@ -133,7 +137,8 @@ class ModelRunner:
         """Steps whose sampled ids are still to be counted for penalties: rows, and who counts them."""
         self._group_of_layer = _group_of_layer(model, cache)
         self._kv_caches = [
-            device.zeros(model.kv_cache_shape(layer, cache.num_blocks), model.dtype) for layer in model.kv_cache_specs()
+            device.zeros(model.kv_cache_shape(layer, cache.num_blocks), model.kv_cache_dtype)
+            for layer in model.kv_cache_specs()
         ]
 
     def execute(self, message: StepMessage) -> StepOutput:

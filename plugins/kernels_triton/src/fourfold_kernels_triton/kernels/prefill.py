@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 from fourfold_kernels_triton.kernels.heads import fetch_heads, turn_heads
-from fourfold_kernels_triton.kernels.scores import cached_rows, scaled
+from fourfold_kernels_triton.kernels.pages import cached_pages, load_scales, page_size
+from fourfold_kernels_triton.kernels.scores import scaled
 
 
 @triton.jit
@@ -33,6 +34,7 @@ def attend_tile(
     weight,
     acc,
     cache_ptr,
+    scales_ptr,
     table_ptr,
     start,
     length,
@@ -47,6 +49,7 @@ def attend_tile(
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    SCALED: tl.constexpr,
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -55,14 +58,18 @@ def attend_tile(
     held = dims < HEAD_DIM
     tokens = start + tl.arange(0, TILE)
     present = tokens < length
-    at = cached_rows(table_ptr, tokens, present, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    pages = cached_pages(table_ptr, tokens, present, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, SCALED)
+    at = pages + tokens % BLOCK_SIZE * HEAD_DIM
+    size = page_size(BLOCK_SIZE, HEAD_DIM, SCALED)
     keys_at = cache_ptr + at[None, :] + dims[:, None]
-    values_at = cache_ptr + at[:, None] + BLOCK_SIZE * HEAD_DIM + dims[None, :]
+    values_at = cache_ptr + at[:, None] + size + dims[None, :]
     if MASKED or HEAD_DIM != PADDED_DIM:
         keys = tl.load(keys_at, mask=present[None, :] & held[:, None], other=0.0)
     else:
         keys = tl.load(keys_at)
     products = tl.dot(query, keys.to(query.dtype), input_precision=PRECISION)
+    if SCALED:
+        products *= load_scales(scales_ptr, pages, tokens, present, BLOCK_SIZE, HEAD_DIM)[None, :]
     scores = scaled(products, scale, soft_cap, SOFT_CAP)
     if MASKED:
         visible = tokens[None, :] <= reach[:, None]
@@ -73,13 +80,16 @@ def attend_tile(
     # A row that has seen nothing yet has no largest score; -inf - -inf would be NaN.
     shift = tl.where(highest == float("-inf"), 0.0, highest) if MASKED else highest
     chances = tl.exp2(scores - shift[:, None])
-    kept = tl.exp2(top - shift)
+    left = tl.exp2(top - shift)
     if MASKED or HEAD_DIM != PADDED_DIM:
         values = tl.load(values_at, mask=present[:, None] & held[None, :], other=0.0).to(query.dtype)
     else:
         values = tl.load(values_at).to(query.dtype)
-    acc = tl.dot(chances.to(query.dtype), values, acc * kept[:, None], input_precision=PRECISION)
-    return highest, weight * kept + tl.sum(chances, axis=1), acc
+    weight = weight * left + tl.sum(chances, axis=1)
+    if SCALED:
+        chances *= load_scales(scales_ptr, pages + size, tokens, present, BLOCK_SIZE, HEAD_DIM)[None, :]
+    acc = tl.dot(chances.to(query.dtype), values, acc * left[:, None], input_precision=PRECISION)
+    return highest, weight, acc
 
 
 @triton.jit(
@@ -91,6 +101,7 @@ def attend_prompts(
     qkv_ptr,
     out_ptr,
     cache_ptr,
+    scales_ptr,
     query_start_ptr,
     lengths_ptr,
     table_ptr,
@@ -116,6 +127,7 @@ def attend_prompts(
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    SCALED: tl.constexpr,
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -175,6 +187,7 @@ def attend_prompts(
                 weight,
                 acc,
                 cache_ptr,
+                scales_ptr,
                 sequence_table,
                 start,
                 length,
@@ -189,6 +202,7 @@ def attend_prompts(
                 HEAD_DIM,
                 PADDED_DIM,
                 BLOCK_SIZE,
+                SCALED,
                 TILE,
                 PRECISION,
             )
@@ -200,6 +214,7 @@ def attend_prompts(
             weight,
             acc,
             cache_ptr,
+            scales_ptr,
             sequence_table,
             start,
             length,
@@ -214,6 +229,7 @@ def attend_prompts(
             HEAD_DIM,
             PADDED_DIM,
             BLOCK_SIZE,
+            SCALED,
             TILE,
             PRECISION,
         )
