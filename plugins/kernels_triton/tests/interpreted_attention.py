@@ -55,8 +55,8 @@ class TestConformance(Suite):
 def suite(monkeypatch):
     # Small tiles and a device to fill, so that short contexts are cut.
     monkeypatch.setattr(attention, "multiprocessors", lambda device: 8)
-    monkeypatch.setattr(attention, "decode_tile", lambda dim, wide: Tile(rows=1, tokens=16, warps=4, stages=2))
-    monkeypatch.setattr(attention, "prefill_tile", lambda dim, wide: Tile(rows=16, tokens=16, warps=4, stages=2))
+    monkeypatch.setattr(attention, "decode_tile", lambda dim, **kinds: Tile(rows=1, tokens=16, warps=4, stages=2))
+    monkeypatch.setattr(attention, "prefill_tile", lambda dim, **kinds: Tile(rows=16, tokens=16, warps=4, stages=2))
     return Suite()
 
 

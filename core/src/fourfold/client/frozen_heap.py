@@ -5,6 +5,10 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
+
+INTERPRETERS_OWN: Final = 5000
+"""Objects at most that Python itself has frozen when it starts."""
 
 
 @contextmanager
@@ -13,7 +17,7 @@ def frozen_heap() -> Iterator[None]:
 
     Leaves alone what somebody else has frozen.
     """
-    if gc.get_freeze_count():
+    if gc.get_freeze_count() > INTERPRETERS_OWN:
         yield
         return
     gc.freeze()

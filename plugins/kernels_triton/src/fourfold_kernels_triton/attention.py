@@ -86,7 +86,7 @@ class TritonAttention:
         self._query_weight, self._key_weight = self._first_head, self._first_head  # not read without norms
         self._epsilon = self._weight_offset = 0.0
         wide = context.dtype is torch.float32
-        self._decode_tile = decode_tile(self._padded_dim, wide=wide)
+        self._decode_tile = decode_tile(self._padded_dim, wide=wide, scaled=self._scaled)
         self._prefill_tile = prefill_tile(self._padded_dim, wide=wide)
         self._heads: dict[str, Any] = {
             "NORM": False,

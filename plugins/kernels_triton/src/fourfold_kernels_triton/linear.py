@@ -40,7 +40,7 @@ class TritonLinearMethod(TorchLinearMethod):
         return weight
 
     def _compile(self, weight: DenseWeight) -> None:
-        if self._device.type == "cuda" and weight.dense.dtype.itemsize == 2:
+        if self._device.type == "cuda" and weight.dense.dtype.itemsize == 2 and weight.in_features % 8 == 0:
             twin = copy.copy(self)
             twin._launch = Compilation(self._device)
             twin.apply(weight, torch.empty(1, weight.in_features, dtype=weight.dense.dtype, device="meta"))

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from fourfold_kernels_triton.kernels.heads import fetch_heads, turn_heads
 from fourfold_kernels_triton.kernels.ordering import last_to_arrive, wait_for_predecessor
-from fourfold_kernels_triton.kernels.pages import cached_pages, keep, load_scales, page_size
+from fourfold_kernels_triton.kernels.pages import as_factor, cached_pages, keep, load_scales, page_size
 from fourfold_kernels_triton.kernels.scores import scaled
 
 
@@ -221,7 +221,7 @@ def attend_decodes(
     weight = tl.where(own, 1.0, 0.0) + tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, PADDED_DIM), tl.float32) + tl.where(own[:, None], value, 0.0)
 
-    query = query.to(qkv_ptr.dtype.element_ty)
+    query = as_factor(query, qkv_ptr, SCALED)
     start = first_tile + split * per_split
     for tile in range(start, tl.minimum(start + per_split, stop_tile)):
         tokens = tile * TILE + tl.arange(0, TILE)

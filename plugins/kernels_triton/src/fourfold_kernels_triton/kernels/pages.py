@@ -52,6 +52,19 @@ def load_scales(
 
 
 @triton.jit
+def as_factor(query, qkv_ptr, SCALED: tl.constexpr):
+    """fp32 in the dtype of the rows, as a factor of products with the cache.
+
+    e4m3 becomes fp16 in one instruction for two values, and bfloat16 by way of fp32.
+    """
+    if SCALED and qkv_ptr.dtype.element_ty == tl.bfloat16:
+        result = query.to(tl.float16)
+    else:
+        result = query.to(qkv_ptr.dtype.element_ty)
+    return result
+
+
+@triton.jit
 def kept(rows, cache_ptr, SCALED: tl.constexpr):
     """fp32 [N, D] as the cache keeps it: values in its dtype, and their scales [N], 1 without SCALED."""
     if SCALED:

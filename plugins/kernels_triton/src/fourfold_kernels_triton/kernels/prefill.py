@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from fourfold_kernels_triton.kernels.heads import fetch_heads, turn_heads
-from fourfold_kernels_triton.kernels.pages import cached_pages, load_scales, page_size
+from fourfold_kernels_triton.kernels.pages import as_factor, cached_pages, load_scales, page_size
 from fourfold_kernels_triton.kernels.scores import scaled
 
 
@@ -169,7 +169,8 @@ def attend_prompts(
     )
     query = turn_heads(
         own, other, turned_weight, other_weight, cos, sin, epsilon, weight_offset, NORM, ROTARY, HEAD_DIM, PADDED_DIM
-    ).to(qkv_ptr.dtype.element_ty)
+    )
+    query = as_factor(query, qkv_ptr, SCALED)
     reach = computed + queries
     stop = tl.minimum(computed + first_query + TOKENS, length)
     low = tl.maximum(computed + first_query - WINDOW + 1, 0) // TILE * TILE if WINDOW > 0 else 0
