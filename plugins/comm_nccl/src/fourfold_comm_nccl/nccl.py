@@ -46,6 +46,8 @@ def build(context: CommunicatorContext) -> NcclCommunicator:
     torch.cuda.set_device(context.device)
     # Messages deliberately travel over the connections of the whole group.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
+    # Left to the first collective, connecting would wait for a missing peer on the host, where nothing ends it.
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     try:
         group, upwards = _connect_all(context, "nccl"), _connect_all(context, "nccl upwards")
     except RuntimeError as error:
