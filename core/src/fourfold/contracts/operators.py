@@ -80,3 +80,15 @@ class Foresight(Protocol):
 
         A hint: kernels may be compiled meanwhile, and other widths must work as well.
         """
+
+
+@runtime_checkable
+class CheckedDraws(Protocol):
+    """What operators also offer that look for broken rows while they draw; those without it are never asked."""
+
+    def draw(
+        self, logits: torch.Tensor, inverse_temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``gumbel_argmax`` of logits that exclude nothing -> its ids, and the same with -1 for each row of which some
+        logit is not finite; both int64 [R].
+        """

@@ -35,8 +35,8 @@ class ProductTile(NamedTuple):
 
 
 TILES: Final = (
-    (16.0, ProductTile(rows=16, outs=32, columns=128, warps=4, stages=4)),
-    (64.0, ProductTile(rows=32, outs=64, columns=64, warps=4, stages=4)),
+    (8.0, ProductTile(rows=16, outs=32, columns=128, warps=4, stages=3)),
+    (64.0, ProductTile(rows=64, outs=64, columns=64, warps=4, stages=4)),
 )
 """Up to how many pairs an expert has on average, and the tile for them; beyond the last, grouped products."""
 

@@ -40,7 +40,7 @@ class TritonOperators:
         self._launch: Callable[..., None] = launch
         self._counters = Counters(context.device)
         self._factors: dict[tuple[float, torch.dtype], float] = {}
-        self._compilations = [self._compile(_draw)]
+        self._compilations = [self._compile(_plain_draw)]
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, *, weight_offset: float = 0.0
@@ -160,7 +160,7 @@ class TritonOperators:
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """See the contract."""
         out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-        self._reduce(argmax_rows, logits, (), torch.int32, out)
+        self._reduce(argmax_rows, logits, (), torch.int32, (out,))
         return out
 
     def gumbel_argmax(
@@ -168,14 +168,21 @@ class TritonOperators:
     ) -> torch.Tensor:
         """See the contract."""
         out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-        inputs = (inverse_temperature, seeds, positions)
-        self._reduce(gumbel_argmax_rows, logits, inputs, torch.int32, out, enable_fp_fusion=False)
+        self._draw(logits, (inverse_temperature, seeds, positions), out, out, checked=False)
         return out
+
+    def draw(
+        self, logits: torch.Tensor, inverse_temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See CheckedDraws."""
+        both = torch.empty(2, logits.shape[0], dtype=torch.int64, device=logits.device)
+        self._draw(logits, (inverse_temperature, seeds, positions), both[0], both[1], checked=True)
+        return both[0], both[1]
 
     def log_normalizer(self, logits: torch.Tensor) -> torch.Tensor:
         """See the contract."""
         out = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-        self._reduce(log_normalizer_rows, logits, (), torch.float32, out)
+        self._reduce(log_normalizer_rows, logits, (), torch.float32, (out,))
         return out
 
     def expect(self, *, hidden_size: int, intermediate_size: int, activation: str) -> None:
@@ -203,16 +210,28 @@ class TritonOperators:
         while self._compilations:
             self._compilations.pop().wait()
 
+    def _draw(
+        self,
+        logits: torch.Tensor,
+        inputs: tuple[torch.Tensor, ...],
+        out: torch.Tensor,
+        codes: torch.Tensor,
+        *,
+        checked: bool,
+    ) -> None:
+        options = {"CHECKED": checked, "enable_fp_fusion": False}
+        self._reduce(gumbel_argmax_rows, logits, inputs, torch.int32, (out, codes), **options)
+
     def _reduce(
         self,
         kernel: Any,
         logits: torch.Tensor,
         inputs: tuple[torch.Tensor, ...],
         second: torch.dtype,
-        out: torch.Tensor,
+        outs: tuple[torch.Tensor, ...],
         **options: Any,
     ) -> None:
-        """Run a kernel whose blocks leave a float and a ``second`` each, of which their row's last makes ``out``."""
+        """Run a kernel whose blocks leave a float and a ``second`` each, of which their row's last makes ``outs``."""
         self._ready()
         rows, width = logits.shape
         blocks = -(-width // _VOCABULARY_COLUMNS)
@@ -226,7 +245,7 @@ class TritonOperators:
             found,
             beside,
             self._counters.at_least(rows),
-            out,
+            *outs,
             logits.stride(0),
             width,
             BLOCK=_VOCABULARY_COLUMNS,
@@ -236,11 +255,11 @@ class TritonOperators:
         )
 
 
-def _draw(operators: TritonOperators) -> None:
+def _plain_draw(operators: TritonOperators) -> None:
     """The kernel that takes longest to compile."""
     numbers = torch.empty(2, dtype=torch.int64, device="meta")
     logits = torch.empty(2, 16 * _VOCABULARY_COLUMNS, device="meta")
-    operators.gumbel_argmax(logits, torch.empty(2, device="meta"), numbers, numbers)
+    operators.draw(logits, torch.empty(2, device="meta"), numbers, numbers)
 
 
 def _power_of_two(number: int) -> int:

@@ -10,8 +10,9 @@ import triton.language as tl
 
 from fourfold_kernels_triton.kernels.heads import fetch_heads, turn_heads
 from fourfold_kernels_triton.kernels.ordering import last_to_arrive, wait_for_predecessor
-from fourfold_kernels_triton.kernels.pages import as_factor, cached_pages, keep, load_scales, page_size
+from fourfold_kernels_triton.kernels.pages import keep
 from fourfold_kernels_triton.kernels.scores import scaled
+from fourfold_kernels_triton.kernels.tiles import as_factor, attend_tile
 
 
 @triton.jit
@@ -222,37 +223,72 @@ def attend_decodes(
     acc = tl.zeros((ROWS, PADDED_DIM), tl.float32) + tl.where(own[:, None], value, 0.0)
 
     query = as_factor(query, qkv_ptr, SCALED)
+    reach = cached + rows * 0
+    sequence_table = table_ptr + sequence.to(tl.int64) * table_stride
     start = first_tile + split * per_split
-    for tile in range(start, tl.minimum(start + per_split, stop_tile)):
-        tokens = tile * TILE + tl.arange(0, TILE)
-        present = (tokens < cached) & (tokens >= low)
-        pages = cached_pages(
-            table_ptr + sequence.to(tl.int64) * table_stride,
-            tokens,
-            present,
+    stop = tl.minimum(start + per_split, stop_tile)
+    # Tiles of which every token is there and seen, then those at the ends.
+    whole_start = tl.cdiv(low, TILE)
+    whole_stop = cached // TILE
+    for tile in range(tl.maximum(start, whole_start), tl.minimum(stop, whole_stop)):
+        top, weight, acc = attend_tile(
+            query,
+            top,
+            weight,
+            acc,
+            cache_ptr,
+            scales_ptr,
+            sequence_table,
+            tile * TILE,
+            cached,
+            reach,
             kv_head,
+            scale,
+            soft_cap,
+            False,
+            SOFT_CAP,
+            WINDOW,
             NUM_KV_HEADS,
-            BLOCK_SIZE,
             HEAD_DIM,
+            PADDED_DIM,
+            BLOCK_SIZE,
             SCALED,
+            TILE,
+            PRECISION,
         )
-        at = pages + tokens % BLOCK_SIZE * HEAD_DIM
-        keys = tl.load(cache_ptr + at[None, :] + dims[:, None], mask=present[None, :] & held[:, None], other=0.0)
-        products = tl.dot(query, keys.to(query.dtype), input_precision=PRECISION)
-        if SCALED:
-            products *= load_scales(scales_ptr, pages, tokens, present, BLOCK_SIZE, HEAD_DIM)[None, :]
-        scores = tl.where(present[None, :], scaled(products, scale, soft_cap, SOFT_CAP), float("-inf"))
-        highest = tl.maximum(top, tl.max(scores, axis=1))
-        chances = tl.exp2(scores - highest[:, None])
-        left = tl.exp2(top - highest)
-        weight = weight * left + tl.sum(chances, axis=1)
-        size = page_size(BLOCK_SIZE, HEAD_DIM, SCALED)
-        if SCALED:
-            chances *= load_scales(scales_ptr, pages + size, tokens, present, BLOCK_SIZE, HEAD_DIM)[None, :]
-        values_at = cache_ptr + at[:, None] + size + dims[None, :]
-        values = tl.load(values_at, mask=present[:, None] & held[None, :], other=0.0).to(query.dtype)
-        acc = tl.dot(chances.to(query.dtype), values, acc * left[:, None], input_precision=PRECISION)
-        top = highest
+    for end in tl.static_range(2 if WINDOW > 0 else 1):
+        if end == 0:
+            edge_start = tl.maximum(start, whole_stop)
+            edge_stop = stop
+        else:
+            edge_start = start
+            edge_stop = tl.minimum(tl.minimum(stop, whole_start), whole_stop)
+        for tile in tl.range(edge_start, edge_stop, num_stages=1):
+            top, weight, acc = attend_tile(
+                query,
+                top,
+                weight,
+                acc,
+                cache_ptr,
+                scales_ptr,
+                sequence_table,
+                tile * TILE,
+                cached,
+                reach,
+                kv_head,
+                scale,
+                soft_cap,
+                True,
+                SOFT_CAP,
+                WINDOW,
+                NUM_KV_HEADS,
+                HEAD_DIM,
+                PADDED_DIM,
+                BLOCK_SIZE,
+                SCALED,
+                TILE,
+                PRECISION,
+            )
 
     out_at = out_ptr + token.to(tl.int64) * (NUM_HEADS * HEAD_DIM) + first_head * HEAD_DIM
     if not SPLIT or active == 1:

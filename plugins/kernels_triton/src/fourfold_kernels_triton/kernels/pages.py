@@ -1,7 +1,8 @@
 """Device functions of the paged cache: where a token's key and value lie, and what is kept of them.
 
-The cache is [blocks, kv heads, keys and values, BLOCK_SIZE * HEAD_DIM]. With SCALED it holds e4m3, and each block of
-keys or values of a head is followed by the scales of its rows, in fp32.
+The cache is [blocks, kv heads, keys and values, BLOCK_SIZE * HEAD_DIM]. With SCALED it holds e4m3, each block of keys or
+values of a head is followed by the scales of its rows, in fp32, and values lie [HEAD_DIM, BLOCK_SIZE]: products take
+single bytes from memory where tokens are not next to each other.
 """
 
 from __future__ import annotations
@@ -16,52 +17,6 @@ SCALE_BYTES = tl.constexpr(4)
 def page_size(BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, SCALED: tl.constexpr):
     """Elements of one block of keys, or of values, of one head."""
     return BLOCK_SIZE * (HEAD_DIM + SCALE_BYTES) if SCALED else BLOCK_SIZE * HEAD_DIM
-
-
-@triton.jit
-def cached_pages(
-    table_ptr,
-    tokens,
-    present,
-    kv_head,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    SCALED: tl.constexpr,
-):
-    """int64 first elements of the pages that hold the keys of ``tokens`` of one sequence; those of values follow.
-
-    The table is followed where ``present``.
-    """
-    blocks = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
-    return (blocks * NUM_KV_HEADS + kv_head) * (2 * page_size(BLOCK_SIZE, HEAD_DIM, SCALED))
-
-
-@triton.jit
-def load_scales(
-    scales_ptr,
-    pages,
-    tokens,
-    present,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-):
-    """fp32 scales of the rows of ``tokens`` in ``pages``; ``scales_ptr`` is the cache as fp32."""
-    at = (pages + BLOCK_SIZE * HEAD_DIM) // SCALE_BYTES + tokens % BLOCK_SIZE
-    return tl.load(scales_ptr + at, mask=present, other=0.0)
-
-
-@triton.jit
-def as_factor(query, qkv_ptr, SCALED: tl.constexpr):
-    """fp32 in the dtype of the rows, as a factor of products with the cache.
-
-    e4m3 becomes fp16 in one instruction for two values, and bfloat16 by way of fp32.
-    """
-    if SCALED and qkv_ptr.dtype.element_ty == tl.bfloat16:
-        result = query.to(tl.float16)
-    else:
-        result = query.to(qkv_ptr.dtype.element_ty)
-    return result
 
 
 @triton.jit
@@ -106,8 +61,11 @@ def keep(
     kept_values, value_scales = kept(values, cache_ptr, SCALED)
     at = cache_ptr + (pages + row * HEAD_DIM)[:, None] + dims[None, :]
     tl.store(at, kept_keys, mask=mask)
-    tl.store(at + size, kept_values, mask=mask)
-    if SCALED:
+    if not SCALED:
+        tl.store(at + size, kept_values, mask=mask)
+    else:
+        values_at = cache_ptr + (pages + size + row)[None, :] + dims[:, None] * BLOCK_SIZE
+        tl.store(values_at, tl.trans(kept_values), mask=(dims < HEAD_DIM)[:, None] & written[None, :])
         scales_at = scales_ptr + (pages + BLOCK_SIZE * HEAD_DIM) // SCALE_BYTES + row
         tl.store(scales_at, key_scales, mask=written)
         tl.store(scales_at + size // SCALE_BYTES, value_scales, mask=written)

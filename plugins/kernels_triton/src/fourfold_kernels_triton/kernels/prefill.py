@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 
 from fourfold_kernels_triton.kernels.heads import fetch_heads, turn_heads
-from fourfold_kernels_triton.kernels.pages import as_factor, cached_pages, load_scales, page_size
-from fourfold_kernels_triton.kernels.scores import scaled
+from fourfold_kernels_triton.kernels.tiles import as_factor, attend_tile
 
 
 @triton.jit
@@ -25,71 +24,6 @@ def find_sequence(query_start_ptr, block, num_sequences, TOKENS: tl.constexpr):
         else:
             high = middle
     return low
-
-
-@triton.jit
-def attend_tile(
-    query,
-    top,
-    weight,
-    acc,
-    cache_ptr,
-    scales_ptr,
-    table_ptr,
-    start,
-    length,
-    reach,
-    kv_head,
-    scale,
-    soft_cap,
-    MASKED: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    SCALED: tl.constexpr,
-    TILE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """One tile of keys into the running softmax; ``reach`` is each row's own position. Unmasked: all rows see all."""
-    dims = tl.arange(0, PADDED_DIM)
-    held = dims < HEAD_DIM
-    tokens = start + tl.arange(0, TILE)
-    present = tokens < length
-    pages = cached_pages(table_ptr, tokens, present, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, SCALED)
-    at = pages + tokens % BLOCK_SIZE * HEAD_DIM
-    size = page_size(BLOCK_SIZE, HEAD_DIM, SCALED)
-    keys_at = cache_ptr + at[None, :] + dims[:, None]
-    values_at = cache_ptr + at[:, None] + size + dims[None, :]
-    if MASKED or HEAD_DIM != PADDED_DIM:
-        keys = tl.load(keys_at, mask=present[None, :] & held[:, None], other=0.0)
-    else:
-        keys = tl.load(keys_at)
-    products = tl.dot(query, keys.to(query.dtype), input_precision=PRECISION)
-    if SCALED:
-        products *= load_scales(scales_ptr, pages, tokens, present, BLOCK_SIZE, HEAD_DIM)[None, :]
-    scores = scaled(products, scale, soft_cap, SOFT_CAP)
-    if MASKED:
-        visible = tokens[None, :] <= reach[:, None]
-        if WINDOW > 0:
-            visible = visible & (tokens[None, :] > reach[:, None] - WINDOW)
-        scores = tl.where(visible, scores, float("-inf"))
-    highest = tl.maximum(top, tl.max(scores, axis=1))
-    # A row that has seen nothing yet has no largest score; -inf - -inf would be NaN.
-    shift = tl.where(highest == float("-inf"), 0.0, highest) if MASKED else highest
-    chances = tl.exp2(scores - shift[:, None])
-    left = tl.exp2(top - shift)
-    if MASKED or HEAD_DIM != PADDED_DIM:
-        values = tl.load(values_at, mask=present[:, None] & held[None, :], other=0.0).to(query.dtype)
-    else:
-        values = tl.load(values_at).to(query.dtype)
-    weight = weight * left + tl.sum(chances, axis=1)
-    if SCALED:
-        chances *= load_scales(scales_ptr, pages + size, tokens, present, BLOCK_SIZE, HEAD_DIM)[None, :]
-    acc = tl.dot(chances.to(query.dtype), values, acc * left[:, None], input_precision=PRECISION)
-    return highest, weight, acc
 
 
 @triton.jit(
