@@ -1,4 +1,4 @@
-"""Times a layer of experts against its floor: the weights of the experts that are used, at the copy rate, or the products.
+"""Times a layer of experts against its floor: the weights of those that are used at the copy rate, or the products.
 
     python benchmarks/gpu/experts.py [--tune]
 
@@ -11,12 +11,12 @@ import argparse
 from typing import Any
 
 import torch
-from fourfold.layers.grouped_experts import GroupedExperts
 from kernels import BF16, COMPUTE, DEVICE, Table
 from models import BANDWIDTH, PRODUCT
 
 from fourfold.config.engine_config import EngineConfig
 from fourfold.entries import ExpertsContext
+from fourfold.layers.grouped_experts import GroupedExperts
 from fourfold_kernels_triton.experts import TILES, ProductTile, TritonExperts
 from fourfold_kernels_triton.graph_operators import GraphOperators
 

@@ -13,8 +13,8 @@ import torch
 from fourfold.config.cache_config import CacheConfig
 from fourfold.config.engine_config import EngineConfig
 from fourfold.contracts.attention_backend import AttentionMetadata, AttentionSpec
-from fourfold.entries import AttentionContext, ComputeContext
-from fourfold_kernels_triton import attention, linear, operators
+from fourfold.entries import AttentionContext, ComputeContext, ExpertsContext
+from fourfold_kernels_triton import attention, experts, linear, operators
 
 sys.path.insert(0, str(Path(__file__).parent))
 from compilation import Launches
@@ -32,7 +32,7 @@ UNEVEN = AttentionSpec(num_heads=5, num_kv_heads=2, head_dim=80, scale=0.11, rot
 @pytest.fixture
 def launches(monkeypatch):
     noted = Launches()
-    for module in (attention, linear, operators):
+    for module in (attention, experts, linear, operators):
         monkeypatch.setattr(module, "launch", noted)
         monkeypatch.setattr(module, "starts_early", lambda device: True)
     monkeypatch.setattr(attention, "multiprocessors", lambda device: 132)
@@ -148,6 +148,31 @@ def test_operators(launches):
         assert "ld.local" not in ptx, f"{name} spills"
         wide = "[24]" if name == "head_rms_norm_rows" else "4"  # four heads are too few for 16 bytes a thread
         assert re.search(rf"ld\.global[.\w]*\.v{wide}", ptx), f"{name} does not read 16 bytes at a time"
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_experts(launches, dtype):
+    context = ExpertsContext(
+        config=EngineConfig(),
+        device=META,
+        dtype=dtype,
+        num_experts=128,
+        hidden_size=2048,
+        intermediate_size=768,
+        activation="silu",
+        operators=operators.TritonOperators(ComputeContext(config=EngineConfig(), device=META, dtype=dtype)),
+    )
+    built = experts.TritonExperts(context)
+    for rows in (1, 1000):
+        ids = torch.empty(rows, 8, dtype=torch.int32, device=META)
+        built(torch.empty(rows, 2048, dtype=dtype, device=META), ids, torch.empty(rows, 8, device=META))
+    compiled = launches.compile()
+    assert [launch.kernel.__name__ for launch, _ in compiled].count("multiply_pairs") == 4
+    for launch, kernel in compiled:
+        ptx = kernel.asm["ptx"]
+        assert "ld.local" not in ptx, f"{launch.kernel.__name__} spills"
+        if launch.kernel.__name__ == "multiply_pairs":
+            assert re.search(r"cp\.async\.cg[^\n]*0x10", ptx)
 
 
 def test_linear(launches):

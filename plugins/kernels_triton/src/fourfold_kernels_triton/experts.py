@@ -59,7 +59,11 @@ class TritonExperts:
 
     def load(self, expert: int, part: ExpertPart, tensor: torch.Tensor) -> None:
         """Cast and copy."""
-        matrix_of(self._gate_up, self._down, expert, part).copy_(tensor)
+        self.matrix(expert, part).copy_(tensor)
+
+    def matrix(self, expert: int, part: ExpertPart) -> torch.Tensor:
+        """A view."""
+        return matrix_of(self._gate_up, self._down, expert, part)
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The sum of a row is taken in fp32, in the order of ``ids``."""
@@ -84,7 +88,7 @@ class TritonExperts:
         count, num_pairs, each = len(self._slots), ids.numel(), ids.shape[1]
         hidden, inner = self._down.shape[1], self._down.shape[2]
         numbers = torch.empty(num_pairs + 3 * count + 1, dtype=torch.int32, device=x.device)
-        pairs, experts, starts, counts, total = numbers.split([num_pairs, count, count, count, 1])
+        pairs, experts, starts, counts, total = torch.split(numbers, [num_pairs, count, count, count, 1])
         launch(
             order_pairs,
             (count,),
