@@ -235,11 +235,8 @@ class LLM:
         # The engine refuses more than it lets wait; the rest is added as requests end.
         with frozen_heap():
             _Batch(self._core, choices, limit=self.config.scheduler.max_num_waiting).run()
-        results: list[RequestResult] = []
         following = iter(choices)
-        for prompt, sampling in zip(prompts, several):
-            results.append(_result(prompt, list(itertools.islice(following, sampling.n))))
-        return results
+        return [_result(prompt, list(itertools.islice(following, one.n))) for prompt, one in zip(prompts, several)]
 
     def _choices(self, prompt: _Encoded, sampling: SamplingParams, place: int) -> Iterator[_Choice]:
         limit, size = self._ready.max_model_len, self._text.vocabulary_size

@@ -12,7 +12,7 @@ from fourfold_kernels_triton.kernels.heads import fetch_heads, turn_heads
 from fourfold_kernels_triton.kernels.ordering import last_to_arrive, wait_for_predecessor
 from fourfold_kernels_triton.kernels.pages import keep
 from fourfold_kernels_triton.kernels.scores import scaled
-from fourfold_kernels_triton.kernels.tiles import as_factor, attend_tile
+from fourfold_kernels_triton.kernels.tiles import as_factor, attend_tiles
 
 
 @triton.jit
@@ -230,8 +230,64 @@ def attend_decodes(
     # Tiles of which every token is there and seen, then those at the ends.
     whole_start = tl.cdiv(low, TILE)
     whole_stop = cached // TILE
-    for tile in range(tl.maximum(start, whole_start), tl.minimum(stop, whole_stop)):
-        top, weight, acc = attend_tile(
+    whole_from = tl.maximum(start, whole_start) * TILE
+    whole_to = tl.minimum(stop, whole_stop) * TILE
+    top, weight, acc = attend_tiles(
+        query,
+        top,
+        weight,
+        acc,
+        cache_ptr,
+        scales_ptr,
+        sequence_table,
+        whole_from,
+        whole_to,
+        cached,
+        reach,
+        kv_head,
+        scale,
+        soft_cap,
+        False,
+        SOFT_CAP,
+        WINDOW,
+        NUM_KV_HEADS,
+        HEAD_DIM,
+        PADDED_DIM,
+        BLOCK_SIZE,
+        SCALED,
+        TILE,
+        PRECISION,
+    )
+    end_from = tl.maximum(start, whole_stop) * TILE
+    top, weight, acc = attend_tiles(
+        query,
+        top,
+        weight,
+        acc,
+        cache_ptr,
+        scales_ptr,
+        sequence_table,
+        end_from,
+        stop * TILE,
+        cached,
+        reach,
+        kv_head,
+        scale,
+        soft_cap,
+        True,
+        SOFT_CAP,
+        WINDOW,
+        NUM_KV_HEADS,
+        HEAD_DIM,
+        PADDED_DIM,
+        BLOCK_SIZE,
+        SCALED,
+        TILE,
+        PRECISION,
+    )
+    if WINDOW > 0:
+        begin_to = tl.minimum(tl.minimum(stop, whole_start), whole_stop) * TILE
+        top, weight, acc = attend_tiles(
             query,
             top,
             weight,
@@ -239,13 +295,14 @@ def attend_decodes(
             cache_ptr,
             scales_ptr,
             sequence_table,
-            tile * TILE,
+            start * TILE,
+            begin_to,
             cached,
             reach,
             kv_head,
             scale,
             soft_cap,
-            False,
+            True,
             SOFT_CAP,
             WINDOW,
             NUM_KV_HEADS,
@@ -256,39 +313,6 @@ def attend_decodes(
             TILE,
             PRECISION,
         )
-    for end in tl.static_range(2 if WINDOW > 0 else 1):
-        if end == 0:
-            edge_start = tl.maximum(start, whole_stop)
-            edge_stop = stop
-        else:
-            edge_start = start
-            edge_stop = tl.minimum(tl.minimum(stop, whole_start), whole_stop)
-        for tile in tl.range(edge_start, edge_stop, num_stages=1):
-            top, weight, acc = attend_tile(
-                query,
-                top,
-                weight,
-                acc,
-                cache_ptr,
-                scales_ptr,
-                sequence_table,
-                tile * TILE,
-                cached,
-                reach,
-                kv_head,
-                scale,
-                soft_cap,
-                True,
-                SOFT_CAP,
-                WINDOW,
-                NUM_KV_HEADS,
-                HEAD_DIM,
-                PADDED_DIM,
-                BLOCK_SIZE,
-                SCALED,
-                TILE,
-                PRECISION,
-            )
 
     out_at = out_ptr + token.to(tl.int64) * (NUM_HEADS * HEAD_DIM) + first_head * HEAD_DIM
     if not SPLIT or active == 1:

@@ -26,7 +26,7 @@ def order_pairs(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Pairs by expert, and the experts that have any: place i is expert experts[i], with counts[i] pairs from starts[i].
+    """Pairs by expert, and the experts that have any: place i is experts[i], with counts[i] pairs from starts[i] on.
 
     Grid: experts, each of which finds its own pairs and counts those of all. BINS is a power of two above NUM_EXPERTS;
     the last bin takes pairs without an expert.
@@ -79,7 +79,7 @@ def multiply_pairs(
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """out[p] = weight[expert of p] @ x[p // EACH]; with GATED weights are [2 OUT, IN] and act(first half) * second half.
+    """out[p] = weight[expert of p] @ x[p // EACH]; with GATED weights are [2 OUT, IN], and act(first) * second.
 
     Grid: blocks of OUTS outputs, places. A program goes through all pairs of its expert, ROWS at a time, so that the
     weights come from memory once.

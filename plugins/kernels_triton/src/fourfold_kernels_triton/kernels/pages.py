@@ -1,8 +1,8 @@
 """Device functions of the paged cache: where a token's key and value lie, and what is kept of them.
 
-The cache is [blocks, kv heads, keys and values, BLOCK_SIZE * HEAD_DIM]. With SCALED it holds e4m3, each block of keys or
-values of a head is followed by the scales of its rows, in fp32, and values lie [HEAD_DIM, BLOCK_SIZE]: products take
-single bytes from memory where tokens are not next to each other.
+The cache is [blocks, kv heads, keys and values, BLOCK_SIZE * HEAD_DIM]. With SCALED it holds e4m3, each block of keys
+or values of a head is followed by the scales of its rows, in fp32, and values lie [HEAD_DIM, BLOCK_SIZE]: products
+would take single bytes from where tokens are not next to each other.
 """
 
 from __future__ import annotations

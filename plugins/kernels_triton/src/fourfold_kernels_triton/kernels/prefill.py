@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from fourfold_kernels_triton.kernels.heads import fetch_heads, turn_heads
-from fourfold_kernels_triton.kernels.tiles import as_factor, attend_tile
+from fourfold_kernels_triton.kernels.tiles import as_factor, attend_tiles
 
 
 @triton.jit
@@ -115,35 +115,7 @@ def attend_prompts(
     if WINDOW == 0:
         # Tiles that lie before the block's first query are seen whole by every row.
         whole = (computed + first_query) // TILE * TILE
-        for start in range(low, whole, TILE):
-            top, weight, acc = attend_tile(
-                query,
-                top,
-                weight,
-                acc,
-                cache_ptr,
-                scales_ptr,
-                sequence_table,
-                start,
-                length,
-                reach,
-                kv_head,
-                scale,
-                soft_cap,
-                False,
-                SOFT_CAP,
-                WINDOW,
-                NUM_KV_HEADS,
-                HEAD_DIM,
-                PADDED_DIM,
-                BLOCK_SIZE,
-                SCALED,
-                TILE,
-                PRECISION,
-            )
-        low = whole
-    for start in range(low, stop, TILE):
-        top, weight, acc = attend_tile(
+        top, weight, acc = attend_tiles(
             query,
             top,
             weight,
@@ -151,13 +123,14 @@ def attend_prompts(
             cache_ptr,
             scales_ptr,
             sequence_table,
-            start,
+            low,
+            whole,
             length,
             reach,
             kv_head,
             scale,
             soft_cap,
-            True,
+            False,
             SOFT_CAP,
             WINDOW,
             NUM_KV_HEADS,
@@ -168,6 +141,33 @@ def attend_prompts(
             TILE,
             PRECISION,
         )
+        low = whole
+    top, weight, acc = attend_tiles(
+        query,
+        top,
+        weight,
+        acc,
+        cache_ptr,
+        scales_ptr,
+        sequence_table,
+        low,
+        stop,
+        length,
+        reach,
+        kv_head,
+        scale,
+        soft_cap,
+        True,
+        SOFT_CAP,
+        WINDOW,
+        NUM_KV_HEADS,
+        HEAD_DIM,
+        PADDED_DIM,
+        BLOCK_SIZE,
+        SCALED,
+        TILE,
+        PRECISION,
+    )
     dims = tl.arange(0, PADDED_DIM)
     out_at = out_ptr + (tokens.to(tl.int64) * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
     mask = present[:, None] & (dims < HEAD_DIM)[None, :]

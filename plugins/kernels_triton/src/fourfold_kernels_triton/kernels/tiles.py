@@ -28,11 +28,7 @@ def load_scales(
 ):
     """fp32 scales of the rows of ``tokens`` in ``pages``; ``scales_ptr`` is the cache as fp32."""
     at = scales_ptr + (pages + BLOCK_SIZE * HEAD_DIM) // SCALE_BYTES + tokens % BLOCK_SIZE
-    if MASKED:
-        scales = tl.load(at, mask=present, other=0.0)
-    else:
-        scales = tl.load(at)
-    return scales
+    return tl.load(at, mask=present, other=0.0) if MASKED else tl.load(at)
 
 
 @triton.jit
@@ -108,3 +104,60 @@ def attend_tile(
         values = tl.load(values_at)
     acc = tl.dot(chances.to(query.dtype), values.to(query.dtype), acc * left[:, None], input_precision=PRECISION)
     return highest, weight, acc
+
+
+@triton.jit
+def attend_tiles(
+    query,
+    top,
+    weight,
+    acc,
+    cache_ptr,
+    scales_ptr,
+    table_ptr,
+    start,
+    stop,
+    length,
+    reach,
+    kv_head,
+    scale,
+    soft_cap,
+    MASKED: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SCALED: tl.constexpr,
+    TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``attend_tile`` from token ``start`` to before ``stop``."""
+    for first in range(start, stop, TILE):
+        top, weight, acc = attend_tile(
+            query,
+            top,
+            weight,
+            acc,
+            cache_ptr,
+            scales_ptr,
+            table_ptr,
+            first,
+            length,
+            reach,
+            kv_head,
+            scale,
+            soft_cap,
+            MASKED,
+            SOFT_CAP,
+            WINDOW,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            PADDED_DIM,
+            BLOCK_SIZE,
+            SCALED,
+            TILE,
+            PRECISION,
+        )
+    return top, weight, acc
