@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _ALIGNED: Final = 8
 """Elements: rows are read 16 bytes at a time."""
-_PAIRS: Final = 1024
+_PAIRS: Final = 4096
 """Pairs that a program brings in order at a time."""
 _COLUMNS: Final = 1024
 """Columns of a sum that a program makes."""
@@ -36,7 +36,8 @@ class ProductTile(NamedTuple):
 
 TILES: Final = (
     (8.0, ProductTile(rows=16, outs=32, columns=128, warps=4, stages=3)),
-    (64.0, ProductTile(rows=64, outs=64, columns=64, warps=4, stages=4)),
+    (48.0, ProductTile(rows=64, outs=64, columns=64, warps=4, stages=4)),
+    (96.0, ProductTile(rows=128, outs=64, columns=64, warps=4, stages=3)),
 )
 """Up to how many pairs an expert has on average, and the tile for them; beyond the last, grouped products."""
 

@@ -21,6 +21,8 @@ _COLUMNS: Final = 1024
 """Weights of an output that a program reads at a time."""
 _PROGRAMS: Final = 264
 """Programs that a product has at least, where its outputs allow: two for each multiprocessor of an H200."""
+_LEAST_VOCABULARY: Final = 16384
+"""Outputs that may be a vocabulary's: heads are asked for fp32."""
 _MOST_OUTS: Final = 8
 """Outputs of a program: 16 KB of weights in flight."""
 
@@ -43,7 +45,10 @@ class TritonLinearMethod(TorchLinearMethod):
         if self._device.type == "cuda" and weight.dense.dtype.itemsize == 2 and weight.in_features % 8 == 0:
             twin = copy.copy(self)
             twin._launch = Compilation(self._device)
-            twin.apply(weight, torch.empty(1, weight.in_features, dtype=weight.dense.dtype, device="meta"))
+            x = torch.empty(1, weight.in_features, dtype=weight.dense.dtype, device="meta")
+            twin.apply(weight, x)
+            if weight.out_features >= _LEAST_VOCABULARY:
+                twin.apply(weight, x, out_dtype=torch.float32)
 
     def apply(self, weight: LinearWeight, x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """One row by the kernel, as long as it is dense and of the weight's 16-bit dtype; others by torch.

@@ -40,7 +40,7 @@ class TritonOperators:
         self._launch: Callable[..., None] = launch
         self._counters = Counters(context.device)
         self._factors: dict[tuple[float, torch.dtype], float] = {}
-        self._compilations = [self._compile(_plain_draw)]
+        self._compilations = [self._compile(_sample)]
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, *, weight_offset: float = 0.0
@@ -167,17 +167,16 @@ class TritonOperators:
         self, logits: torch.Tensor, inverse_temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         """See the contract."""
-        out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-        self._draw(logits, (inverse_temperature, seeds, positions), out, out, checked=False)
-        return out
+        return self.draw(logits, inverse_temperature, seeds, positions)[0]
 
     def draw(
         self, logits: torch.Tensor, inverse_temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See CheckedDraws."""
-        both = torch.empty(2, logits.shape[0], dtype=torch.int64, device=logits.device)
-        self._draw(logits, (inverse_temperature, seeds, positions), both[0], both[1], checked=True)
-        return both[0], both[1]
+        ids, codes = torch.empty(2, logits.shape[0], dtype=torch.int64, device=logits.device)
+        inputs = (inverse_temperature, seeds, positions)
+        self._reduce(gumbel_argmax_rows, logits, inputs, torch.int32, (ids, codes), enable_fp_fusion=False)
+        return ids, codes
 
     def log_normalizer(self, logits: torch.Tensor) -> torch.Tensor:
         """See the contract."""
@@ -209,18 +208,6 @@ class TritonOperators:
         """Wait for what is being compiled."""
         while self._compilations:
             self._compilations.pop().wait()
-
-    def _draw(
-        self,
-        logits: torch.Tensor,
-        inputs: tuple[torch.Tensor, ...],
-        out: torch.Tensor,
-        codes: torch.Tensor,
-        *,
-        checked: bool,
-    ) -> None:
-        options = {"CHECKED": checked, "enable_fp_fusion": False}
-        self._reduce(gumbel_argmax_rows, logits, inputs, torch.int32, (out, codes), **options)
 
     def _reduce(
         self,
@@ -255,11 +242,12 @@ class TritonOperators:
         )
 
 
-def _plain_draw(operators: TritonOperators) -> None:
-    """The kernel that takes longest to compile."""
+def _sample(operators: TritonOperators) -> None:
+    """Of a few rows; other numbers of them have the same kernels."""
     numbers = torch.empty(2, dtype=torch.int64, device="meta")
     logits = torch.empty(2, 16 * _VOCABULARY_COLUMNS, device="meta")
     operators.draw(logits, torch.empty(2, device="meta"), numbers, numbers)
+    operators.argmax(logits)
 
 
 def _power_of_two(number: int) -> int:

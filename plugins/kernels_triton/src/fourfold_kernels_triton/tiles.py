@@ -51,7 +51,7 @@ def prefill_tile(head_dim: int, *, wide: bool) -> Tile:
     if wide:
         return Tile(rows=32, tokens=32 if head_dim <= 128 else 16, warps=4, stages=2)
     if head_dim <= 128:
-        return Tile(rows=128, tokens=64, warps=8, stages=3)
+        return Tile(rows=128, tokens=64, warps=8, stages=2)
     return Tile(rows=64, tokens=32, warps=8, stages=2)
 
 

@@ -111,12 +111,12 @@ def gumbel_argmax_rows(
     codes_ptr,
     row_stride,
     width,
-    CHECKED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The argmax of logits * inverse temperature + Gumbel noise; without noise where that is 0.
+    """The argmax of logits * inverse temperature + Gumbel noise; without noise where that is 0. And as codes the same, but
+    -1 for a row of which some entry is not finite.
 
     The noise is that of the operators contract: Philox4x32-10 of (entry // 4, position) under the seed. Rough noise
     tells which entry wins, and exact noise is computed for that one; where two are too close, for all of the block.
@@ -129,7 +129,7 @@ def gumbel_argmax_rows(
     present = columns < width
     scores = tl.load(logits_ptr + row * row_stride + columns, mask=present, other=float("-inf"))
     # NaN is not below either.
-    broken = tl.max((present & ~(tl.abs(scores) < float("inf"))).to(tl.int32), axis=0) if CHECKED else 0
+    broken = tl.max((present & ~(tl.abs(scores) < float("inf"))).to(tl.int32), axis=0)
     inverse_temperature = tl.load(inverse_temperature_ptr + row)
     best, at = first_best(scores, columns, width)
     if inverse_temperature > 0:
@@ -151,7 +151,7 @@ def gumbel_argmax_rows(
         else:
             best, at = first_best(scores + exact_noise(words), columns, width)
     at += broken * BROKEN
-    combine_best(best, at, width, row, best_ptr, at_ptr, counter_ptr, out_ptr, codes_ptr, CHECKED, BLOCKS)
+    combine_best(best, at, width, row, best_ptr, at_ptr, counter_ptr, out_ptr, codes_ptr, True, BLOCKS)
 
 
 @triton.jit
