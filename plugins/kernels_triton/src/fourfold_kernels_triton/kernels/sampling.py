@@ -115,8 +115,8 @@ def gumbel_argmax_rows(
     BLOCKS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The argmax of logits * inverse temperature + Gumbel noise; without noise where that is 0. And as codes the same, but
-    -1 for a row of which some entry is not finite.
+    """The argmax of logits * inverse temperature + Gumbel noise; without noise where that is 0. As codes the same,
+    but -1 for a row of which some entry is not finite.
 
     The noise is that of the operators contract: Philox4x32-10 of (entry // 4, position) under the seed. Rough noise
     tells which entry wins, and exact noise is computed for that one; where two are too close, for all of the block.
