@@ -100,9 +100,9 @@ def test_what_is_compiled_ahead_is_what_steps_start(launches, monkeypatch):
     built.expect(hidden_size=1024, intermediate_size=3072, activation="silu")
     built._compile(operators._sample)
     method = linear.TritonLinearMethod(compute)
-    weight = method.create(1024, 4096, bias=False, dtype=BF16)
+    projection = method.create(1024, 4096, bias=False, dtype=BF16)
     method._device = cuda
-    method._compile(weight)
+    method._compile(projection)
     for norm in (False, True):
         context = AttentionContext(config=EngineConfig(), device=META, dtype=BF16, spec=QWEN)
         backend = attention.TritonAttention(context)
@@ -121,7 +121,7 @@ def test_what_is_compiled_ahead_is_what_steps_start(launches, monkeypatch):
     built.rms_norm(x, x[0], 1e-6)
     built.add_rms_norm(x, x, x[0], 1e-6)
     built.gated(torch.empty(7, 6144, dtype=BF16, device=META), "silu")
-    method.apply(weight, x[:1])
+    method.apply(projection, x[:1])
     logits = torch.empty(3, 151936, device=META)
     built.draw(logits, torch.empty(3, device=META), numbers, numbers)
     built.argmax(logits)

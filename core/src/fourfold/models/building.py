@@ -11,6 +11,7 @@ import torch
 
 from fourfold.contracts.attention_backend import AttentionSpec
 from fourfold.contracts.operators import Foresight
+from fourfold.contracts.parallel_layer import SummedLayer
 from fourfold.entries import AttentionContext, ComputeContext
 from fourfold.errors import Unsupported
 from fourfold.layers.latent_attention import ValueOutput
@@ -26,6 +27,7 @@ from fourfold.models.latent_tensors import latent_tensors
 from fourfold.models.mixture_tensors import mixture_tensors
 from fourfold.models.norm_weight import NormWeight
 from fourfold.models.parallel_layers import ParallelLayerFactory
+from fourfold.models.summing_norm import find_summing_norm
 from fourfold.models.tensor_table import EMBEDDING, FINAL_NORM, HEAD, layer_prefix
 from fourfold.selection import AUTO
 
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from fourfold.entries import Entry
     from fourfold.models.description import ModelDescription
     from fourfold.models.stage_partition import Stage
+    from fourfold.models.summing_norm import SummingNorm
     from fourfold.plugins import PluginRegistry
 
 Load = Callable[["TensorSlices"], None]
@@ -116,6 +119,7 @@ class DecoderBuilder:
         self._factory = ParallelLayerFactory(config, registry, group, self._method, device=device, dtype=dtype)
         self._chosen = {"attention": attention_name, "linear_method": linear_name, "operators": operators_name}
         self._parameters: dict[str, Load] = {}
+        self._summing_norm: SummingNorm | None = None
         self._shared: dict[str, StepPart] = {}
         self._expert_memory = None if description.mixture is None else WeightMemory(device)
         """What moe layers have in common."""
@@ -126,6 +130,14 @@ class DecoderBuilder:
         embedding = self._build_embedding() if stage.is_first else None
         length = self._config.model.max_model_len or d.max_model_len
         tables = [rotary_table(rotary, length, self._device) for rotary in d.rotaries]
+        if not d.sandwich_norms and d.norm_offset == 0:
+            self._summing_norm = find_summing_norm(
+                self._group,
+                hidden_size=d.hidden_size,
+                epsilon=d.norm_epsilon,
+                dtype=self._dtype,
+                device=self._device,
+            )
         layers = [
             self._build_layer(layer, attention, tables) for layer, attention in zip(stage.layers, self._attentions)
         ]
@@ -204,10 +216,14 @@ class DecoderBuilder:
             after_feed_forward = norm(f"{prefix}post_feedforward_layernorm.weight")
         else:
             before_feed_forward = norm(f"{prefix}post_attention_layernorm.weight")
+        output = self._build_output(prefix)
+        summing_norm = self._summing_norm if isinstance(output, SummedLayer) else None
+        # What goes on to another stage is summed.
+        leaves_sum = summing_norm is not None and layer + 1 in self._stage.layers and not d.layers[layer].mixture
         parts = LayerParts(
             qkv=self._build_qkv(prefix),
-            output=self._build_output(prefix),
-            feed_forward=self._build_feed_forward(layer, prefix),
+            output=output.part if summing_norm is not None and isinstance(output, SummedLayer) else output,
+            feed_forward=self._build_feed_forward(layer, prefix, leaves_sum=leaves_sum),
             attention=attention,
             cos_sin=None if rotary is None else tables[rotary],
             head_norms=self._head_norms(prefix) if d.query_key_norm else (),
@@ -217,6 +233,8 @@ class DecoderBuilder:
             attention_output_norm=after_attention,
             feed_forward_norm=before_feed_forward,
             feed_forward_output_norm=after_feed_forward,
+            summing_norm=summing_norm,
+            leaves_sum=leaves_sum,
         )
         return DecoderLayer(parts, self._operators, epsilon=d.norm_epsilon, weight_offset=d.norm_offset)
 
@@ -246,7 +264,9 @@ class DecoderBuilder:
             return output
         return ValueOutput(output, head_dim=d.head_dim, value_dim=d.value_dim)
 
-    def _build_feed_forward(self, layer: int, prefix: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _build_feed_forward(
+        self, layer: int, prefix: str, *, leaves_sum: bool
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
         d = self._description
         if d.layers[layer].mixture:
             return self._build_mixture(layer, prefix)
@@ -259,7 +279,8 @@ class DecoderBuilder:
         down = self._linear(
             "row", {"": f"{prefix}mlp.down_proj"}, (d.intermediate_size, (d.hidden_size,)), bias=d.mlp_bias
         )
-        return DenseFeedForward(gate_up, down, self._operators, d.activation)
+        last = down.part if leaves_sum and isinstance(down, SummedLayer) else down
+        return DenseFeedForward(gate_up, last, self._operators, d.activation)
 
     def _build_mixture(self, layer: int, prefix: str) -> MixtureLayer:
         d = self._description

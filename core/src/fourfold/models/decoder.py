@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING
 
 from fourfold.contracts.kv_cache_spec import KVCacheSpec
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fourfold.models.description import ModelDescription
     from fourfold.models.norm_weight import NormWeight
     from fourfold.models.stage_partition import Stage
+    from fourfold.models.summing_norm import AddNorm
 
 
 class Decoder:
@@ -68,9 +69,12 @@ class Decoder:
         self._first_norm: Callable[[torch.Tensor], torch.Tensor] = partial(
             rms_norm, weight=layers[0].parts.input_norm.tensor
         )
-        self._add_norms: list[Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = [
+        self._add_norms: list[AddNorm] = [
             partial(add_rms_norm, weight=layer.parts.input_norm.tensor) for layer in layers
         ]
+        for index, (before, after) in enumerate(pairwise(layers), start=1):
+            if before.parts.leaves_sum and before.parts.summing_norm is not None:
+                self._add_norms[index] = before.parts.summing_norm(after.parts.input_norm.tensor)
         self._final_norm = None if final_norm is None else partial(add_rms_norm, weight=final_norm.tensor)
         self._scale = description.embedding_scale
         self._soft_cap = description.logit_soft_cap
