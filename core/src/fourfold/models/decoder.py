@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING
 
 from fourfold.contracts.kv_cache_spec import KVCacheSpec
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fourfold.models.description import ModelDescription
     from fourfold.models.norm_weight import NormWeight
     from fourfold.models.stage_partition import Stage
+    from fourfold.models.summing_norm import AddNorm
 
 
 class Decoder:
@@ -44,6 +45,7 @@ class Decoder:
         operators: Operators,
         backends: dict[str, str],
         dtype: torch.dtype,
+        kv_cache_dtype: torch.dtype,
         block_size: int,
         step_parts: Sequence[StepPart] = (),
     ) -> None:
@@ -53,6 +55,7 @@ class Decoder:
         self.backends = backends
         """Chosen name of each kind of backend."""
         self.dtype = dtype
+        self.kv_cache_dtype = kv_cache_dtype
         self.operators = operators
         self.step_parts = tuple(step_parts)
         """What its layers have in common and do between steps."""
@@ -66,9 +69,12 @@ class Decoder:
         self._first_norm: Callable[[torch.Tensor], torch.Tensor] = partial(
             rms_norm, weight=layers[0].parts.input_norm.tensor
         )
-        self._add_norms: list[Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = [
+        self._add_norms: list[AddNorm] = [
             partial(add_rms_norm, weight=layer.parts.input_norm.tensor) for layer in layers
         ]
+        for index, (before, after) in enumerate(pairwise(layers), start=1):
+            if before.parts.leaves_sum and before.parts.summing_norm is not None:
+                self._add_norms[index] = before.parts.summing_norm(after.parts.input_norm.tensor)
         self._final_norm = None if final_norm is None else partial(add_rms_norm, weight=final_norm.tensor)
         self._scale = description.embedding_scale
         self._soft_cap = description.logit_soft_cap
@@ -143,7 +149,7 @@ class Decoder:
         return self._last().best(local, broken, self.operators)
 
     def kv_cache_shape(self, layer: int, num_blocks: int) -> tuple[int, ...]:
-        """Shape of one layer's cache tensor, in ``dtype``; ``layer`` is its number in the whole model."""
+        """Shape of one layer's cache tensor; ``layer`` is its number in the whole model."""
         return self._layers[self.stage.layers.index(layer)].parts.attention.kv_cache_shape(num_blocks, self._block_size)
 
     def kv_cache_specs(self) -> dict[int, KVCacheSpec]:
@@ -151,7 +157,7 @@ class Decoder:
         return {
             layer: KVCacheSpec(
                 block_size=self._block_size,
-                bytes_per_block=math.prod(self.kv_cache_shape(layer, 1)) * self.dtype.itemsize,
+                bytes_per_block=math.prod(self.kv_cache_shape(layer, 1)) * self.kv_cache_dtype.itemsize,
                 sliding_window=self.description.layers[layer].sliding_window,
             )
             for layer in self.stage.layers
