@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.setup
-PROJECTS := core plugins/comm_cpu plugins/comm_nccl plugins/executor_mp plugins/executor_ray plugins/executor_uniproc plugins/kernels_cpu plugins/kernels_triton server
+PROJECTS := core plugins/comm_cpu plugins/comm_nccl plugins/executor_mp plugins/executor_ray plugins/executor_uniproc plugins/kernels_cpu plugins/kernels_triton plugins/moe_ep server
 MODEL ?=
 ARGS ?=
 

@@ -24,7 +24,13 @@ from .distributions import CORE, PACKAGES, PROJECTS, ROOT, canonical, declared, 
 BANNED_FILE_NAMES = {"utils", "util", "helpers", "helper", "misc", "common", "base", "tools", "shared"}
 MAX_LINES = 400
 WITH_TORCH = ("worker", "layers", "distributed", "models", "checkpoints", "serialization.py", "testing")
-COMPUTING_PLUGINS = ("fourfold_comm_cpu", "fourfold_comm_nccl", "fourfold_kernels_cpu", "fourfold_kernels_triton")
+COMPUTING_PLUGINS = (
+    "fourfold_comm_cpu",
+    "fourfold_comm_nccl",
+    "fourfold_kernels_cpu",
+    "fourfold_kernels_triton",
+    "fourfold_moe_ep",
+)
 ALL_SOURCES = [path for project in PROJECTS for path in sources(project)]
 API_MODULES = (
     "fourfold",
@@ -55,6 +61,7 @@ API_MODULES = (
     "fourfold_executor_uniproc.plugin",
     "fourfold_kernels_cpu.plugin",
     "fourfold_kernels_triton.plugin",
+    "fourfold_moe_ep.plugin",
 )
 
 
@@ -102,8 +109,8 @@ def test_core_names_no_plugin() -> None:
     assert len(names) > len(plugins)
     for path in CORE.rglob("*.py"):
         texts = {node.value for node in ast.walk(tree(path)) if isinstance(node, ast.Constant)}
-        # "torch" and "cpu" are devices and libraries before they are anyone's backend
-        assert not texts & (names - {"torch", "cpu", "auto"}), f"{relative(path)} names {texts & names}"
+        # devices, libraries, kinds of rotary embedding and groups of ranks, before they are anyone's backend
+        assert not texts & (names - {"torch", "cpu", "auto", "linear", "ep"}), f"{relative(path)} names {texts & names}"
 
 
 def test_hooks_are_called_in_one_file_only() -> None:

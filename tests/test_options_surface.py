@@ -7,6 +7,7 @@ from fourfold.config.options import OptionSet
 from fourfold_server.config import ServerConfig
 
 ENGINE_OPTIONS = {
+    "--all-to-all",
     "--attention",
     "--block-size",
     "--chat-template",
@@ -23,8 +24,11 @@ ENGINE_OPTIONS = {
     "--debug-collectives",
     "--drain-timeout",
     "--dtype",
+    "--enable-expert-parallel",
     "--enforce-eager",
     "--executor",
+    "--expert-placement",
+    "--experts",
     "--gpu-memory-utilization",
     "--headless",
     "--kv-cache-memory",
@@ -48,6 +52,7 @@ ENGINE_OPTIONS = {
     "--pipeline-parallel-size",
     "--pipeline-partition",
     "--prefix-caching",
+    "--rebalancer",
     "--revision",
     "--rpc-timeout",
     "--scheduler",

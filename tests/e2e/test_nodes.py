@@ -84,10 +84,13 @@ def test_a_node_that_is_lost_costs_no_request_and_may_come_back(cluster: Callabl
 
     again = headless(cluster)
     wait_until(lambda: replicas(first) == ["running", "running"], 60, "the replica to come back")
-    engine = psutil.Process(again.engine_pid)
-    engine.kill()
-    wait_until(lambda: replicas(first)[1] != "running", 10, "the engine's end to be known")
-    wait_until(lambda: replicas(first) == ["running", "running"], 60, "its own node to restart it")
+    with first.client() as client:
+        assert client.post("/admin/sleep?level=1").status_code == 200
+        psutil.Process(again.engine_pid).kill()
+        wait_until(lambda: replicas(first)[1] != "asleep", 10, "the engine's end to be known")
+        wait_until(lambda: replicas(first) == ["asleep", "asleep"], 60, "its own node to restart it, asleep as it was")
+        assert client.post("/admin/wake_up").status_code == 200
+        wait_until(lambda: replicas(first) == ["running", "running"], 10, "both to be awake")
 
     left = everything(first, again)
     first.signal(signal.SIGTERM)

@@ -9,6 +9,7 @@ from fourfold.entries import (
     AttentionBackendEntry,
     CheckpointFormatEntry,
     CheckpointSourceEntry,
+    ExpertsEntry,
     LinearMethodEntry,
     LoadBalancerEntry,
     ModelEntry,
@@ -23,6 +24,7 @@ from fourfold.markers import hookimpl
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fourfold.config.engine_config import EngineConfig
     from fourfold.contracts.parallel_layer import LayerKind
 
 FOURFOLD_CONTRACT = ">=1.0,<2"
@@ -44,11 +46,19 @@ def fourfold_parallel_layers() -> list[ParallelLayerEntry]:
         ("row", "fourfold.layers.linear:RowParallelLinear", "input features cut over the ranks, then summed"),
         ("merged_column", "fourfold.layers.linear:MergedColumnParallelLinear", "several columns in one product"),
         ("qkv", "fourfold.layers.linear:QKVParallelLinear", "queries, keys and values in one product, cut by heads"),
+        ("latent_qkv", "fourfold.layers.latent_attention:LatentQKVLinear", "the same from latents, cut by heads"),
         ("vocab_embedding", "fourfold.layers.vocabulary:VocabParallelEmbedding", "vocabulary rows cut over the ranks"),
         ("head", "fourfold.layers.vocabulary:ParallelHead", "logits cut by vocabulary, then gathered"),
+        ("moe", "fourfold.layers.mixture:MixtureParallelLayer", "each expert cut over the ranks, then summed"),
     ]
     return [
-        ParallelLayerEntry(name="tp", kind=kind, build=_lazy(target), summary=summary)
+        ParallelLayerEntry(
+            name="tp",
+            kind=kind,
+            build=_lazy(target),
+            summary=summary,
+            suits=lambda config: Suitability(score=10, reason="cuts any layer over the tensor-parallel ranks"),
+        )
         for kind, target, summary in kinds
     ]
 
@@ -84,6 +94,29 @@ def fourfold_operators() -> list[OperatorsEntry]:
     ]
 
 
+def _grouped_suits(config: EngineConfig) -> Suitability:
+    if config.model.dtype in ("auto", "bfloat16"):
+        return Suitability(score=10, reason="two products for all experts, in bfloat16")
+    return Suitability(score=0, reason=f"computes in bfloat16, not {config.model.dtype}; use --dtype bfloat16")
+
+
+@hookimpl
+def fourfold_experts() -> list[ExpertsEntry]:
+    return [
+        ExpertsEntry(
+            name="loop",
+            build=_lazy("fourfold.layers.loop_experts:LoopExperts"),
+            summary="one expert after another, in any precision",
+        ),
+        ExpertsEntry(
+            name="grouped",
+            build=_lazy("fourfold.layers.grouped_experts:GroupedExperts"),
+            summary="all experts in grouped products of torch, in bfloat16",
+            suits=_grouped_suits,
+        ),
+    ]
+
+
 @hookimpl
 def fourfold_models() -> list[ModelEntry]:
     return [
@@ -98,6 +131,30 @@ def fourfold_models() -> list[ModelEntry]:
             architectures=("Qwen2ForCausalLM", "Qwen3ForCausalLM"),
             build=_lazy("fourfold.models.families:describe_qwen"),
             summary="Qwen 2, 2.5 and 3, dense",
+        ),
+        ModelEntry(
+            name="qwen-moe",
+            architectures=("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"),
+            build=_lazy("fourfold.models.mixture_families:describe_qwen_moe"),
+            summary="Qwen 1.5, 2 and 3, mixtures of experts",
+        ),
+        ModelEntry(
+            name="mixtral",
+            architectures=("MixtralForCausalLM",),
+            build=_lazy("fourfold.models.mixture_families:describe_mixtral"),
+            summary="Mixtral",
+        ),
+        ModelEntry(
+            name="olmoe",
+            architectures=("OlmoeForCausalLM",),
+            build=_lazy("fourfold.models.mixture_families:describe_olmoe"),
+            summary="OLMoE",
+        ),
+        ModelEntry(
+            name="deepseek",
+            architectures=("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+            build=_lazy("fourfold.models.deepseek_family:describe_deepseek"),
+            summary="DeepSeek V2 and V3",
         ),
         ModelEntry(
             name="gemma",

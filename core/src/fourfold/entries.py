@@ -18,12 +18,21 @@ if TYPE_CHECKING:
     from fourfold.contracts.executor import Executor, Follower
     from fourfold.contracts.linear_method import LinearMethod, LinearWeight
     from fourfold.contracts.load_balancer import LoadBalancer
+    from fourfold.contracts.mixture import AllToAll, ExpertPlacement, Experts, Rebalancer
     from fourfold.contracts.operators import Operators
     from fourfold.contracts.parallel_layer import ParallelLayer
     from fourfold.contracts.scheduling_policy import SchedulingPolicy
+    from fourfold.contracts.step_part import StepPart
     from fourfold.contracts.tokenizer import Tokenizer
+    from fourfold.distributed.group_coordinator import GroupCoordinator
     from fourfold.layout import ParallelLayout
-    from fourfold.models.description import ModelDescription
+    from fourfold.models.description import (
+        Activation,
+        LatentAttentionDescription,
+        MixtureDescription,
+        ModelDescription,
+    )
+    from fourfold.plugins import PluginRegistry
 
 Product = TypeVar("Product", covariant=True)
 
@@ -155,12 +164,61 @@ class ParallelLayerContext:
     linear_method: LinearMethod
     in_features: int
     out_sizes: tuple[int, ...]
-    """Output features: one number; one a part for merged_column; (heads, kv heads, head_dim) for qkv."""
+    """Output features: one number; one a part for merged_column; (heads, kv heads, head_dim) for qkv and latent_qkv."""
     bias: bool = False
     in_heads: tuple[int, int, int] | None = None
     """Row layers whose input is the output of attention: its (heads, kv heads, head_dim), cut as qkv cuts them."""
     tied_weight: LinearWeight | None = None
     """A head of tied embeddings: the vocabulary embedding's storage, used in place of an own one."""
+    operators: Operators | None = None
+    """For latent_qkv and moe layers."""
+    latent: LatentAttentionDescription | None = None
+    """Of a latent_qkv layer."""
+    mixture: MixtureDescription | None = None
+    """Of a moe layer; the fields that follow are its too."""
+    layer: int = 0
+    """Its number in the whole model."""
+    activation: Activation = "silu"
+    registry: PluginRegistry | None = None
+    """Where it finds its own parts, by the names in ``config``."""
+    shared: dict[str, StepPart] = field(default_factory=dict)
+    """What the moe layers of one decoder have in common, under names of their own."""
+    expert_group: GroupCoordinator | None = None
+    """The DP x TP ranks of its pipeline stage, over which experts may spread; None: those of ``communicator``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsContext:
+    """What the experts of one layer need. Sizes are this rank's."""
+
+    config: EngineConfig
+    device: torch.device
+    dtype: torch.dtype
+    num_experts: int
+    """Local slots."""
+    hidden_size: int
+    intermediate_size: int
+    activation: Activation
+    operators: Operators
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AllToAllContext:
+    """What an all-to-all needs, on one rank of an EP group of several."""
+
+    config: EngineConfig
+    device: torch.device
+    dtype: torch.dtype
+    communicator: Communicator
+    """Of the EP group."""
+    hidden_size: int
+    top_k: int
+    num_experts: int
+    """Physical ones, of all ranks."""
+    owners: torch.Tensor
+    """int32 [``num_experts``] on the CPU: the rank that holds each."""
+    max_tokens: int
+    """Of one rank in one step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,7 +282,10 @@ class CommunicatorEntry(Entry["Communicator"]):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayerEntry(Entry["ParallelLayer"]):
-    """``build(ParallelLayerContext) -> ParallelLayer``; names are unique within a kind."""
+    """``build(ParallelLayerContext) -> ParallelLayer``; names are unique within a kind.
+
+    Capability ``expert_parallel``, of a moe layer: each rank holds whole experts.
+    """
 
     kind: LayerKind
 
@@ -250,23 +311,23 @@ class OperatorsEntry(Entry["Operators"]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllToAllEntry(Entry[Any]):
-    """Wires tokens to experts; its contract comes with the moe layer."""
+class AllToAllEntry(Entry["AllToAll"]):
+    """``build(AllToAllContext) -> AllToAll``, on all ranks of an EP group at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertsEntry(Entry[Any]):
-    """The arithmetic of experts; its contract comes with the moe layer."""
+class ExpertsEntry(Entry["Experts"]):
+    """``build(ExpertsContext) -> Experts``, once a layer; raises Unsupported for sizes or dtypes that it cannot do."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertPlacementEntry(Entry[Any]):
-    """Which rank holds which expert; its contract comes with the moe layer."""
+class ExpertPlacementEntry(Entry["ExpertPlacement"]):
+    """``build(None) -> ExpertPlacement``."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RebalancerEntry(Entry[Any]):
-    """Replicates hot experts; its contract comes with the moe layer."""
+class RebalancerEntry(Entry["Rebalancer"]):
+    """``build(None) -> Rebalancer``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,10 +78,10 @@ OFFER_KINDS: Final[Mapping[str, OfferKind]] = {
     "tool_parsers": OfferKind(noun="tool parser", entry=ToolParserEntry),
     "reasoning_parsers": OfferKind(noun="reasoning parser", entry=ReasoningParserEntry),
     "routes": OfferKind(noun="routes", entry=RoutesEntry),
-    "all_to_alls": OfferKind(noun="all-to-all", entry=AllToAllEntry),
-    "experts": OfferKind(noun="experts", entry=ExpertsEntry),
-    "expert_placements": OfferKind(noun="expert placement", entry=ExpertPlacementEntry),
-    "rebalancers": OfferKind(noun="rebalancer", entry=RebalancerEntry),
+    "all_to_alls": OfferKind(noun="all-to-all", entry=AllToAllEntry, option="--all-to-all"),
+    "experts": OfferKind(noun="experts", entry=ExpertsEntry, option="--experts"),
+    "expert_placements": OfferKind(noun="expert placement", entry=ExpertPlacementEntry, option="--expert-placement"),
+    "rebalancers": OfferKind(noun="rebalancer", entry=RebalancerEntry, option="--rebalancer"),
 }
 """Hook name without its prefix -> what it offers."""
 

@@ -151,6 +151,7 @@ def explain(config: EngineConfig, registry: PluginRegistry) -> list[Explanation]
         ("attention backend", registry.attention_backends(), backends.attention),
         ("linear method", registry.linear_methods(), backends.linear_method),
         ("operators", registry.operators(), backends.operators),
+        ("experts", registry.experts(), backends.experts),
         *((f"{kind} parallel layer", _of_layer_kind(layers, kind), layer_names[kind]) for kind in kinds),
     ]
     return [_explain(noun, entries, name, config) for noun, entries, name in rows]

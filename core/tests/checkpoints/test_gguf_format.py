@@ -189,7 +189,7 @@ def test_mixtures_of_experts_are_refused(
     write_gguf: Write, tiny_tensors: dict[str, Any], registry: PluginRegistry
 ) -> None:
     path = write_gguf(tiny_tensors, keys=lambda writer: writer.add_expert_count(8))
-    with pytest.raises(ConfigError, match="num_local_experts: 8; mixtures of experts are not supported"):
+    with pytest.raises(ConfigError, match="num_local_experts: 8, but LlamaForCausalLM has no mixture of experts"):
         describe_checkpoint(ModelConfig(model=str(path)), registry, NoProgress())
 
 

@@ -23,7 +23,9 @@ from fourfold.models.loading import load_model
 from fourfold.plugins import PluginRegistry, load_plugins
 
 BLOCK_SIZE = 16
-BACKENDS = BackendConfig(attention="torch", linear_method="torch", operators="torch", parallel_layer="tp")
+BACKENDS = BackendConfig(
+    attention="torch", linear_method="torch", operators="torch", parallel_layer="tp", experts="loop"
+)
 
 
 def core_registry() -> PluginRegistry:
@@ -129,6 +131,9 @@ def save_random(transformers: ModuleType, tmp_path: Path) -> Callable[..., tuple
                     parameter.add_(torch.randn_like(parameter) * 0.2)
                 elif "embed" not in name:
                     parameter.mul_(3.0)
+            for name, buffer in model.named_buffers():
+                if name.endswith("score_correction_bias"):
+                    buffer.normal_(0.0, 0.2)
         folder = tmp_path / family
         model.save_pretrained(folder, max_shard_size=shard)
         return folder, model

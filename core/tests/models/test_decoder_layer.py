@@ -17,8 +17,7 @@ def layer(attention, operators):
     parts = LayerParts(
         qkv=Mock(),
         output=Mock(),
-        gate_up=Mock(),
-        down=Mock(),
+        feed_forward=Mock(),
         attention=attention,
         cos_sin=None,
         head_norms=(
@@ -30,7 +29,6 @@ def layer(attention, operators):
         attention_output_norm=None,
         feed_forward_norm=WEIGHTS[3],
         feed_forward_output_norm=None,
-        activation="silu",
     )
     return DecoderLayer(parts, operators, epsilon=1e-6, weight_offset=1.0)
 

@@ -30,7 +30,7 @@ def gemma(version: str, **settings: Any) -> dict[str, Any]:
     ("change", "message"),
     [
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\).*use the unquantised model"),
-        ({"num_local_experts": 8}, "num_local_experts: 8; mixtures of experts are not supported"),
+        ({"num_local_experts": 8}, "num_local_experts: 8, but LlamaForCausalLM has no mixture of experts"),
         ({"hidden_act": "relu2"}, "activation 'relu2' is not supported; supported: silu, swish, gelu"),
         ({"rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not supported; supported: default, linear"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "the rope settings have factor 0.0; above 0"),

@@ -41,6 +41,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("Llama", {"tie_word_embeddings": True}),
     "untied": ("Llama", {"tie_word_embeddings": False}),
     "scaled, sandwiched, windowed": ("Gemma2", {"sliding_window": 8}),
+    "mixtures": (
+        "Qwen3Moe",
+        {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]},
+    ),
 }
 
 

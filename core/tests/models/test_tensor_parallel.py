@@ -91,6 +91,43 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8, "attention_bias": True, "mlp_bias": True},
     ),
     "normed": ("Qwen3", {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}),
+    # 20 features of an expert over 3 ranks are 8, 8 and 4.
+    "mixture": (
+        "Qwen2Moe",
+        {
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "head_dim": 8,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 36,
+        },
+    ),
+    "whole-norm": (
+        "Olmoe",
+        {"num_attention_heads": 9, "num_key_value_heads": 3, "num_experts": 5, "num_experts_per_tok": 2},
+    ),
+    "latents": (
+        "DeepseekV3",
+        {
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "kv_lora_rank": 20,
+            "q_lora_rank": 28,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1,
+            "hidden_size": 80,
+            "attention_bias": True,
+        },
+    ),
     "one-kv-head": ("Gemma", {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 8}),
 }
 SHAPE = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fourfold.testing.attention import AttentionConformance
+from fourfold.testing.experts import ExpertsConformance
 from fourfold.testing.linear_method import LinearMethodConformance
 from fourfold.testing.operators import OperatorsConformance
 
@@ -17,3 +18,12 @@ class TestTorchOperators(OperatorsConformance):
 
 class TestTorchAttention(AttentionConformance):
     name = "torch"
+
+
+class TestLoopExperts(ExpertsConformance):
+    name = "loop"
+
+
+class TestGroupedExperts(ExpertsConformance):
+    name = "grouped"
+    dtypes = ("bfloat16",)

@@ -14,12 +14,13 @@ from fourfold.config.engine_config import EngineConfig
 from fourfold.config.node_plan import NodePlan
 from fourfold.errors import ConfigError, EngineError
 from fourfold.manifest import fingerprint
-from fourfold.messages import EngineDead, EngineNotice, EngineReady, EngineStarting, ForgetClient
+from fourfold.messages import EngineDead, EngineNotice, EngineReady, EngineStarting, ForgetClient, RestartEngine
 from fourfold.nodes.addresses import address_towards, node_name, own_address, tcp_url
 from fourfold.nodes.connection import NodeConnection
 from fourfold.nodes.relay import Relay
 from fourfold.nodes.secret import required_secret
 from fourfold.plugins import PluginRegistry
+from fourfold.supervision.deployment_state import write_state
 from fourfold.supervision.parent_watch import ParentLink
 from fourfold.supervision.run_directory import RunDirectory, running_processes
 from fourfold_server.config import ServerConfig
@@ -30,6 +31,7 @@ from fourfold_server.node_protocol import (
     ProcessesShown,
     Relayed,
     ReplicaNode,
+    StateTold,
     Welcome,
     pack,
     pack_relayed,
@@ -118,6 +120,7 @@ class HeadlessNode:
         return msgspec.msgpack.decode(self._connection.welcome, type=Welcome)
 
     def _start(self, welcome: Welcome) -> None:
+        write_state(self._run_directory.path, welcome.state)
         for name in (COORDINATOR, *map(api_socket, range(welcome.num_api_servers))):
             self._relay.open_inlet(name)
         shape = Shape(
@@ -189,10 +192,13 @@ class HeadlessNode:
         order = msgspec.msgpack.decode(content, type=FromHead)
         if self._engines is None or self._supervisor is None:
             return
-        if isinstance(order, ForgetClient):
-            self._engines.forget_client(order.client)
-        else:
-            self._supervisor.restart_engine(order.engine)
+        match order:
+            case ForgetClient():
+                self._engines.forget_client(order.client)
+            case RestartEngine():
+                self._supervisor.restart_engine(order.engine)
+            case StateTold():
+                write_state(self._run_directory.path, order.state)
 
     # --- on the threads of connection and relay ----------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from fourfold.messages import EngineDead, EngineNotice, EngineReady, EngineStart
 from fourfold.nodes.listener import NodeListener
 from fourfold.nodes.relay import Relay
 from fourfold.nodes.secret import required_secret
+from fourfold.supervision.deployment_state import read_state
 from fourfold.supervision.run_directory import ProcessState
 from fourfold_server.config import OnFailure
 from fourfold_server.node_protocol import (
@@ -32,6 +33,7 @@ from fourfold_server.node_protocol import (
     ProcessesShown,
     Relayed,
     ReplicaNode,
+    StateTold,
     Welcome,
     pack,
     pack_relayed,
@@ -88,6 +90,7 @@ class NodeHub:
         """Engine -> its incarnation."""
         self._owner: Owner | None = None
         self._tell: Callable[[EngineNotice], None] = lambda notice: None
+        self._run_directory = run_directory
         self._relay = Relay(run_directory, self._forward)
         for name in (COORDINATOR, *map(api_socket, range(num_api_servers))):
             self._relay.open_outlet(name)
@@ -138,6 +141,8 @@ class NodeHub:
         message = msgspec.msgpack.decode(content, type=FromNode)
         match message:
             case NoticeSent():
+                if isinstance(message.notice, EngineStarting):
+                    self._listener.send(node, pack(StateTold(state=read_state(self._run_directory))))
                 self._note(message.notice)
             case ProcessesShown():
                 self._table.set_node(node, msgspec.convert(message.processes, list[ProcessState]))
@@ -227,7 +232,12 @@ class NodeHub:
             self._members[node] = engines
             incarnations = [self._incarnations[engine] for engine in engines]
         self._post(partial(self._join, node, engines))
-        return msgspec.msgpack.encode(Welcome(num_api_servers=self._num_api_servers, incarnations=incarnations))
+        welcome = Welcome(
+            num_api_servers=self._num_api_servers,
+            incarnations=incarnations,
+            state=read_state(self._run_directory),
+        )
+        return msgspec.msgpack.encode(welcome)
 
     def _check_free(self, engines: range) -> None:
         strange = [engine for engine in engines if engine not in self._plan.elsewhere]

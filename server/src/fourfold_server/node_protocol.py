@@ -8,6 +8,7 @@ import msgspec
 
 from fourfold.manifest import Fingerprint
 from fourfold.messages import EngineNotice, ForgetClient, RestartEngine
+from fourfold.supervision.deployment_state import DeploymentState
 
 # --- a node with replicas -> the head --------------------------------------------------------------------------------
 
@@ -59,9 +60,16 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
     num_api_servers: int
     incarnations: list[int]
     """Of each of its replicas the last one that has been heard of; 0: none."""
+    state: DeploymentState
 
 
-FromHead = ForgetClient | RestartEngine
+class StateTold(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
+    """How engines are to be, for one that starts now and has yet to look."""
+
+    state: DeploymentState
+
+
+FromHead = ForgetClient | RestartEngine | StateTold
 
 _RELAYED = b"r"
 _CONTROL = b"c"

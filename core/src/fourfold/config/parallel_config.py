@@ -22,6 +22,8 @@ class ParallelConfig:
     """Stages that share the depth."""
     data_parallel_size: int = 1
     """Copies of the engine."""
+    enable_expert_parallel: bool = False
+    """Whether each rank holds whole experts of a mixture, in place of a part of every one."""
     pipeline_partition: str = "auto"
     """Layers of each stage, such as 7,8,8,7; auto: the slowest stage is as fast as it can be, by the sizes of the
     layers; auto:measure: by timing them at the start.

@@ -95,6 +95,10 @@ def _check_names(config: EngineConfig, registry: PluginRegistry) -> None:
         ("attention backend", backends.attention, registry.attention_backends()),
         ("linear method", backends.linear_method, registry.linear_methods()),
         ("operators", backends.operators, registry.operators()),
+        ("all-to-all", backends.all_to_all, registry.all_to_alls()),
+        ("expert placement", backends.expert_placement, registry.expert_placements()),
+        ("rebalancer", backends.rebalancer, registry.rebalancers()),
+        ("experts", backends.experts, registry.experts()),
         ("tokenizer", config.model.tokenizer, registry.tokenizers()),
         ("checkpoint format", config.model.load_format, registry.checkpoint_formats()),
         *(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from fourfold.contracts.linear_method import LinearWeight
     from fourfold.contracts.operators import Operators
 
-LayerKind = Literal["column", "row", "merged_column", "qkv", "vocab_embedding", "head", "moe"]
+LayerKind = Literal["column", "row", "merged_column", "qkv", "latent_qkv", "vocab_embedding", "head", "moe"]
 
 
 class ParallelLayer(Protocol):
@@ -46,6 +46,19 @@ class HeadLayer(ParallelLayer, Protocol):
         """What ``shard`` gave, and bool [R] where it is not finite -> int64 [R], each row's first largest logit,
         and bool [R] where any rank's part is not finite; on all ranks.
         """
+
+
+class MixtureLayer(ParallelLayer, Protocol):
+    """A layer of experts: [T, H] -> [T, H], whole on every rank.
+
+    Parameters are ``router.weight`` and ``router.bias`` (added to scores to choose), ``experts.N.gate.weight``,
+    ``experts.N.up.weight`` and ``experts.N.down.weight``, ``shared.gate.weight``, ``shared.up.weight`` and
+    ``shared.down.weight``, and ``shared_gate.weight``. Of experts that a rank does not hold it reads no slice.
+    """
+
+    @property
+    def backends(self) -> Mapping[str, str]:
+        """Chosen name of each kind of its parts, as ``experts``."""
 
 
 class TensorSlices(Protocol):

@@ -168,7 +168,8 @@ def fourfold_schedulers() -> list[SchedulerEntry]:
 def fourfold_all_to_alls() -> list[AllToAllEntry]:
     """Offer all-to-alls: the wire that carries tokens to the ranks of their experts and back.
 
-    Called once in every process, when plugins are loaded; ``build`` runs on every rank of an EP group.
+    Called once in every process, when plugins are loaded; ``build(AllToAllContext)`` runs on all ranks of an EP group
+    at once and returns a ``fourfold.contracts.mixture.AllToAll``.
 
     Returns a list of entries. Two plugins that offer one name are an error.
 
@@ -193,9 +194,10 @@ def fourfold_all_to_alls() -> list[AllToAllEntry]:
 
 @hookspec
 def fourfold_experts() -> list[ExpertsEntry]:
-    """Offer experts: the arithmetic of the experts that a rank holds, on tokens that have arrived.
+    """Offer experts, each under a name for ``--experts``: the arithmetic of a rank's experts, on tokens that are there.
 
-    Called once in every process, when plugins are loaded; ``build`` runs on every rank.
+    Called once in every process, when plugins are loaded; ``build(ExpertsContext)`` runs once a layer on every rank and
+    returns ``fourfold.contracts.mixture.Experts``.
 
     Returns a list of entries. Two plugins that offer one name are an error.
 
@@ -222,8 +224,8 @@ def fourfold_experts() -> list[ExpertsEntry]:
 def fourfold_expert_placements() -> list[ExpertPlacementEntry]:
     """Offer expert placements: which rank holds which expert at the start.
 
-    Called once in every process, when plugins are loaded; ``build`` runs on every rank and must give all of them the
-    same answer.
+    Called once in every process, when plugins are loaded; ``build(None)`` runs on every rank and returns a
+    ``fourfold.contracts.mixture.ExpertPlacement``, which must give all of them the same answer.
 
     Returns a list of entries. Two plugins that offer one name are an error.
 
@@ -233,13 +235,14 @@ def fourfold_expert_placements() -> list[ExpertPlacementEntry]:
         from fourfold.entries import ExpertPlacementEntry
 
 
-        def build(context):
-            return lambda num_experts, num_ranks: [expert % num_ranks for expert in range(num_experts)]
+        class RoundRobin:
+            def place(self, num_physical, num_ranks):
+                return tuple(expert % num_ranks for expert in range(num_physical))
 
 
         @hookimpl
         def fourfold_expert_placements():
-            return [ExpertPlacementEntry(name="round_robin", build=build, summary="expert e on rank e mod R")]
+            return [ExpertPlacementEntry(name="round_robin", build=lambda context: RoundRobin())]
     """
     raise NotImplementedError
 
@@ -248,8 +251,8 @@ def fourfold_expert_placements() -> list[ExpertPlacementEntry]:
 def fourfold_rebalancers() -> list[RebalancerEntry]:
     """Offer rebalancers: who decides which experts get copies when some are hotter than others.
 
-    Called once in every process, when plugins are loaded; ``build`` runs on every rank and must give all of them the
-    same answer.
+    Called once in every process, when plugins are loaded; ``build(None)`` runs on every rank and returns a
+    ``fourfold.contracts.mixture.Rebalancer``, which must give all of them the same answer.
 
     Returns a list of entries. Two plugins that offer one name are an error.
 

@@ -7,24 +7,37 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
 from fourfold.contracts.attention_backend import AttentionSpec
 from fourfold.entries import AttentionContext, ComputeContext
+from fourfold.layers.latent_attention import ValueOutput
 from fourfold.layers.partition import cut_heads
 from fourfold.layers.rotary import rotary_table
+from fourfold.layers.whole_norm import WholeNorm
 from fourfold.models.backends import build_backend, log_passed_over
 from fourfold.models.decoder import Decoder
 from fourfold.models.decoder_layer import DecoderLayer, HeadNorm, LayerParts
+from fourfold.models.feed_forward import DenseFeedForward
+from fourfold.models.latent_tensors import latent_tensors
+from fourfold.models.mixture_tensors import mixture_tensors
 from fourfold.models.norm_weight import NormWeight
 from fourfold.models.parallel_layers import ParallelLayerFactory
 from fourfold.models.tensor_table import EMBEDDING, FINAL_NORM, HEAD, layer_prefix
 from fourfold.selection import AUTO
 
 if TYPE_CHECKING:
-    import torch
-
     from fourfold.config.engine_config import EngineConfig
     from fourfold.contracts.attention_backend import AttentionBackend
-    from fourfold.contracts.parallel_layer import HeadLayer, ParallelLayer, TensorSlices, VocabularyLayer
+    from fourfold.contracts.linear_method import LinearMethod
+    from fourfold.contracts.parallel_layer import (
+        HeadLayer,
+        MixtureLayer,
+        ParallelLayer,
+        TensorSlices,
+        VocabularyLayer,
+    )
+    from fourfold.contracts.step_part import StepPart
     from fourfold.distributed.group_coordinator import GroupCoordinator
     from fourfold.entries import Entry
     from fourfold.models.description import ModelDescription
@@ -36,11 +49,13 @@ Load = Callable[["TensorSlices"], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltDecoder:
-    """A decoder without weights, and who takes them."""
+    """A decoder, and who takes its weights."""
 
     decoder: Decoder
     parameters: dict[str, Load]
     """Checkpoint tensor name -> takes this rank's part of it."""
+    linear_method: LinearMethod
+    """Holds the weights of all linear layers."""
 
 
 class DecoderBuilder:
@@ -53,6 +68,7 @@ class DecoderBuilder:
         registry: PluginRegistry,
         group: GroupCoordinator,
         *,
+        expert_group: GroupCoordinator,
         stage: Stage,
         device: torch.device,
         dtype: torch.dtype,
@@ -60,6 +76,8 @@ class DecoderBuilder:
     ) -> None:
         self._description = description
         self._stage = stage
+        self._group = group
+        self._expert_group = expert_group
         self._config = config
         self._registry = registry
         self._device = device
@@ -67,7 +85,7 @@ class DecoderBuilder:
         self._cut = cut_heads(description.num_heads, description.num_kv_heads, group.rank, group.world_size)
         compute = ComputeContext(config=config, device=device, dtype=dtype, rank=rank)
         backends, names = registry, config.backends
-        linear_name, method = build_backend(
+        linear_name, self._method = build_backend(
             "linear method", backends.linear_methods(), names.linear_method, config, lambda e: e.build(compute)
         )
         operators_name, self._operators = build_backend(
@@ -84,9 +102,11 @@ class DecoderBuilder:
                 "attention backend": backends.attention_backends() if names.attention == AUTO else {},
             },
         )
-        self._factory = ParallelLayerFactory(config, registry, group, method, device=device, dtype=dtype)
+        self._factory = ParallelLayerFactory(config, registry, group, self._method, device=device, dtype=dtype)
         self._chosen = {"attention": attention_name, "linear_method": linear_name, "operators": operators_name}
         self._parameters: dict[str, Load] = {}
+        self._shared: dict[str, StepPart] = {}
+        """What moe layers have in common."""
 
     def build(self) -> BuiltDecoder:
         """Allocate everything."""
@@ -111,8 +131,9 @@ class DecoderBuilder:
             backends={**self._chosen, "parallel_layer": ",".join(layer_names)},
             dtype=self._dtype,
             block_size=self._config.cache.block_size,
+            step_parts=tuple(self._shared.values()),
         )
-        return BuiltDecoder(decoder=decoder, parameters=self._parameters)
+        return BuiltDecoder(decoder=decoder, parameters=self._parameters, linear_method=self._method)
 
     def _build_embedding(self) -> VocabularyLayer:
         d = self._description
@@ -161,41 +182,82 @@ class DecoderBuilder:
             after_feed_forward = norm(f"{prefix}post_feedforward_layernorm.weight")
         else:
             before_feed_forward = norm(f"{prefix}post_attention_layernorm.weight")
+        parts = LayerParts(
+            qkv=self._build_qkv(prefix),
+            output=self._build_output(prefix),
+            feed_forward=self._build_feed_forward(layer, prefix),
+            attention=attention,
+            cos_sin=None if rotary is None else tables[rotary],
+            head_norms=self._head_norms(prefix) if d.query_key_norm else (),
+            row_steps=self._row_steps(prefix),
+            head_dim=d.head_dim,
+            input_norm=norm(f"{prefix}input_layernorm.weight"),
+            attention_output_norm=after_attention,
+            feed_forward_norm=before_feed_forward,
+            feed_forward_output_norm=after_feed_forward,
+        )
+        return DecoderLayer(parts, self._operators, epsilon=d.norm_epsilon, weight_offset=d.norm_offset)
+
+    def _build_qkv(self, prefix: str) -> ParallelLayer:
+        d = self._description
+        heads = (d.num_heads, d.num_kv_heads, d.head_dim)
+        if d.latent is None:
+            modules = {part: f"{prefix}self_attn.{part}_proj" for part in "qkv"}
+            return self._linear("qkv", modules, (d.hidden_size, heads), bias=d.qkv_bias)
+        layer = self._factory.build(
+            "latent_qkv", d.hidden_size, heads, bias=d.qkv_bias, latent=d.latent, operators=self._operators
+        )
+        for name, tensor in latent_tensors(d).items():
+            self._take(prefix + name, layer, tensor.parameter)
+        return layer
+
+    def _build_output(self, prefix: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        d = self._description
+        output = self._linear(
+            "row",
+            {"": f"{prefix}self_attn.o_proj"},
+            (d.num_heads * d.value_dim, (d.hidden_size,)),
+            bias=d.output_bias,
+            in_heads=(d.num_heads, d.num_kv_heads, d.value_dim),
+        )
+        if d.value_dim == d.head_dim:
+            return output
+        return ValueOutput(output, head_dim=d.head_dim, value_dim=d.value_dim)
+
+    def _build_feed_forward(self, layer: int, prefix: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        d = self._description
+        if d.layers[layer].mixture:
+            return self._build_mixture(layer, prefix)
         gate_up = self._linear(
             "merged_column",
             {"0": f"{prefix}mlp.gate_proj", "1": f"{prefix}mlp.up_proj"},
             (d.hidden_size, (d.intermediate_size, d.intermediate_size)),
             bias=d.mlp_bias,
         )
-        parts = LayerParts(
-            qkv=self._linear(
-                "qkv",
-                {part: f"{prefix}self_attn.{part}_proj" for part in "qkv"},
-                (d.hidden_size, (d.num_heads, d.num_kv_heads, d.head_dim)),
-                bias=d.qkv_bias,
-            ),
-            output=self._linear(
-                "row",
-                {"": f"{prefix}self_attn.o_proj"},
-                (d.num_heads * d.head_dim, (d.hidden_size,)),
-                bias=d.output_bias,
-                in_heads=(d.num_heads, d.num_kv_heads, d.head_dim),
-            ),
-            gate_up=gate_up,
-            down=self._linear(
-                "row", {"": f"{prefix}mlp.down_proj"}, (d.intermediate_size, (d.hidden_size,)), bias=d.mlp_bias
-            ),
-            attention=attention,
-            cos_sin=None if rotary is None else tables[rotary],
-            head_norms=self._head_norms(prefix) if d.query_key_norm else (),
-            head_dim=d.head_dim,
-            input_norm=norm(f"{prefix}input_layernorm.weight"),
-            attention_output_norm=after_attention,
-            feed_forward_norm=before_feed_forward,
-            feed_forward_output_norm=after_feed_forward,
-            activation=d.activation,
+        down = self._linear(
+            "row", {"": f"{prefix}mlp.down_proj"}, (d.intermediate_size, (d.hidden_size,)), bias=d.mlp_bias
         )
-        return DecoderLayer(parts, self._operators, epsilon=d.norm_epsilon, weight_offset=d.norm_offset)
+        return DenseFeedForward(gate_up, down, self._operators, d.activation)
+
+    def _build_mixture(self, layer: int, prefix: str) -> MixtureLayer:
+        d = self._description
+        moe = self._factory.build(
+            "moe",
+            d.hidden_size,
+            (d.hidden_size,),
+            mixture=d.mixture,
+            layer=layer,
+            activation=d.activation,
+            operators=self._operators,
+            registry=self._registry,
+            shared=self._shared,
+            expert_group=self._expert_group,
+        )
+        for name, tensor in mixture_tensors(d).items():
+            self._take(prefix + name, moe, tensor.parameter)
+        mixture = cast("MixtureLayer", moe)
+        self._chosen.update(mixture.backends)
+        return mixture
 
     def _head_norms(self, prefix: str) -> tuple[HeadNorm, HeadNorm]:
         dim, cut = self._description.head_dim, self._cut
@@ -205,6 +267,19 @@ class DecoderBuilder:
             HeadNorm(weight=queries, first_head=0, num_heads=len(cut.heads)),
             HeadNorm(weight=keys, first_head=len(cut.heads), num_heads=len(cut.kv_heads)),
         )
+
+    def _row_steps(self, prefix: str) -> tuple[Callable[[torch.Tensor], object], ...]:
+        d = self._description
+        steps: list[Callable[[torch.Tensor], object]] = []
+        if d.whole_query_key_norm:
+            heads = (d.num_heads, d.num_kv_heads, d.head_dim)
+            norm = WholeNorm(heads, self._group, epsilon=d.norm_epsilon, dtype=self._dtype, device=self._device)
+            for part in "qk":
+                self._take(f"{prefix}self_attn.{part}_norm.weight", norm, f"{part}.weight")
+            steps.append(norm)
+        if d.qkv_clip:
+            steps.append(partial(torch.clamp_, min=-d.qkv_clip, max=d.qkv_clip))
+        return tuple(steps)
 
     def _linear(
         self,
@@ -228,5 +303,5 @@ class DecoderBuilder:
         self._take(name, norm, "weight")
         return norm
 
-    def _take(self, name: str, layer: ParallelLayer | NormWeight, parameter: str) -> None:
+    def _take(self, name: str, layer: ParallelLayer | NormWeight | WholeNorm, parameter: str) -> None:
         self._parameters[name] = partial(layer.load, parameter)

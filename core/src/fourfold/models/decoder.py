@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fourfold.contracts.attention_backend import AttentionMetadata
     from fourfold.contracts.operators import Operators
     from fourfold.contracts.parallel_layer import HeadLayer, ParallelLayer
+    from fourfold.contracts.step_part import StepPart
     from fourfold.models.decoder_layer import DecoderLayer
     from fourfold.models.description import ModelDescription
     from fourfold.models.norm_weight import NormWeight
@@ -44,6 +45,7 @@ class Decoder:
         backends: dict[str, str],
         dtype: torch.dtype,
         block_size: int,
+        step_parts: Sequence[StepPart] = (),
     ) -> None:
         """``embedding`` is None beyond the first stage, ``final_norm`` and ``head`` before the last one."""
         self.description = description
@@ -52,6 +54,8 @@ class Decoder:
         """Chosen name of each kind of backend."""
         self.dtype = dtype
         self.operators = operators
+        self.step_parts = tuple(step_parts)
+        """What its layers have in common and do between steps."""
         self._block_size = block_size
         self._embedding = embedding
         self._layers = list(layers)

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from fourfold.contracts.attention_backend import AttentionBackend, AttentionMetadata
     from fourfold.contracts.operators import Operators
     from fourfold.contracts.parallel_layer import ParallelLayer
-    from fourfold.models.description import Activation
     from fourfold.models.norm_weight import NormWeight
 
 
@@ -33,20 +32,22 @@ class LayerParts:
     """What one layer is made of; norms that a family does not have are None or empty."""
 
     qkv: ParallelLayer
-    output: ParallelLayer
-    gate_up: ParallelLayer
-    down: ParallelLayer
+    output: Callable[[torch.Tensor], torch.Tensor]
+    """What attention gave -> [T, H], whole on every rank."""
+    feed_forward: Callable[[torch.Tensor], torch.Tensor]
+    """[T, H] -> [T, H], whole on every rank."""
     attention: AttentionBackend
     cos_sin: torch.Tensor | None
     head_norms: tuple[HeadNorm, HeadNorm] | tuple[()]
     """Of the queries and of the keys."""
+    row_steps: tuple[Callable[[torch.Tensor], object], ...] = ()
+    """What else happens to the fused rows, in place, before they rotate."""
     head_dim: int
     input_norm: NormWeight
     """Applied by the decoder, together with the residual of the layer before."""
     attention_output_norm: NormWeight | None
     feed_forward_norm: NormWeight
     feed_forward_output_norm: NormWeight | None
-    activation: Activation
 
 
 class DecoderLayer:
@@ -58,11 +59,9 @@ class DecoderLayer:
         self._attend = parts.attention.rotate_and_attend
         self._cos_sin = parts.cos_sin
         self._output = parts.output
-        self._gate_up = parts.gate_up
-        self._gated = operators.gated
-        self._activation = parts.activation
-        self._down = parts.down
-        self._head_norms = _head_norms(parts, operators, epsilon=epsilon, weight_offset=weight_offset)
+        self._feed_forward = parts.feed_forward
+        norms = _head_norms(parts, operators, epsilon=epsilon, weight_offset=weight_offset)
+        self._row_steps = (*norms, *parts.row_steps)
         norm = partial(operators.rms_norm, epsilon=epsilon, weight_offset=weight_offset)
         self._attention_output_norm = _bind(norm, parts.attention_output_norm)
         self._feed_forward_output_norm = _bind(norm, parts.feed_forward_output_norm)
@@ -83,13 +82,13 @@ class DecoderLayer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``normed`` is the norm of ``residual``. Returns (what is still to be added to the residual, the residual)."""
         qkv = self._qkv(normed)
-        for norm in self._head_norms:
-            norm(qkv)
+        for step in self._row_steps:
+            step(qkv)
         x = self._output(self._attend(qkv, positions, self._cos_sin, kv_cache, metadata))
         if self._attention_output_norm is not None:
             x = self._attention_output_norm(x)
         normed, residual = self._add_norm(x, residual)
-        x = self._down(self._gated(self._gate_up(normed), self._activation))
+        x = self._feed_forward(normed)
         if self._feed_forward_output_norm is not None:
             x = self._feed_forward_output_norm(x)
         return x, residual

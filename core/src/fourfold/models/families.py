@@ -10,25 +10,22 @@ from typing import Any
 from fourfold.errors import ConfigError
 from fourfold.models.config_reader import ConfigReader
 from fourfold.models.description import Activation, LayerDescription, ModelDescription, RotaryDescription
-from fourfold.models.rotary_settings import describe_rotary, longest_context, read_rotary
-
-ACTIVATIONS: Mapping[str, Activation] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
-MAX_LAYERS = 4096
-"""Far beyond any model; a description holds an object for each."""
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+from fourfold.models.family_settings import (
+    MAX_LAYERS,
+    activation_of,
+    architecture_of,
+    open_config,
+    read_decoder,
+    read_sliding,
+    read_window,
+)
+from fourfold.models.rotary_settings import describe_rotary
 
 
 def describe_llama(values: Mapping[str, Any]) -> ModelDescription:
     """Llama 1 to 3, Mistral, SmolLM 1 to 3."""
-    config = _open(values)
-    architecture = _architecture(values)
+    config = open_config(values)
+    architecture = architecture_of(values)
     smollm3 = architecture == "SmolLM3ForCausalLM"
     mistral = architecture == "MistralForCausalLM"
     num_layers = config.integer("num_hidden_layers", most=MAX_LAYERS)
@@ -36,9 +33,9 @@ def describe_llama(values: Mapping[str, Any]) -> ModelDescription:
     if smollm3:
         layers = _smollm3_layers(config, num_layers)
     elif mistral:
-        layers = (LayerDescription(sliding_window=_window(config, 4096)),) * num_layers
+        layers = (LayerDescription(sliding_window=read_window(config, 4096)),) * num_layers
     bias = not mistral and config.flag("attention_bias", False)
-    base = _describe(config, layers=layers, theta=2e6 if smollm3 else 1e4)
+    base = read_decoder(config, layers=layers, theta=2e6 if smollm3 else 1e4)
     return replace(
         base,
         qkv_bias=bias,
@@ -50,14 +47,14 @@ def describe_llama(values: Mapping[str, Any]) -> ModelDescription:
 
 def describe_qwen(values: Mapping[str, Any]) -> ModelDescription:
     """Qwen 2, 2.5 and 3, dense."""
-    config = _open(values)
-    third = _architecture(values) == "Qwen3ForCausalLM"
+    config = open_config(values)
+    third = architecture_of(values) == "Qwen3ForCausalLM"
     num_layers = config.integer("num_hidden_layers", most=MAX_LAYERS)
-    window = _window(config, 4096) if config.flag("use_sliding_window", False) else 0
+    window = read_window(config, 4096) if config.flag("use_sliding_window", False) else 0
     first_windowed = int(config.number("max_window_layers", 28))
-    sliding = _layer_types(config, num_layers, [bool(window) and i >= first_windowed for i in range(num_layers)])
+    sliding = read_sliding(config, num_layers, [bool(window) and i >= first_windowed for i in range(num_layers)])
     bias = third and config.flag("attention_bias", False)
-    base = _describe(
+    base = read_decoder(
         config,
         layers=tuple(LayerDescription(sliding_window=window if s else 0) for s in sliding),
         head_dim=config.integer("head_dim", 128) if third else None,
@@ -73,19 +70,19 @@ def describe_qwen(values: Mapping[str, Any]) -> ModelDescription:
 
 def describe_gemma(values: Mapping[str, Any]) -> ModelDescription:
     """Gemma 1, 2 and 3, text."""
-    config = _open(values)
-    architecture = _architecture(values)
+    config = open_config(values)
+    architecture = architecture_of(values)
     first, third = architecture == "GemmaForCausalLM", architecture == "Gemma3ForCausalLM"
     if config.flag("use_bidirectional_attention", False):
         raise ConfigError("config.json has use_bidirectional_attention: true; only causal attention is supported")
     num_layers = config.integer("num_hidden_layers", most=MAX_LAYERS)
     head_dim = config.integer("head_dim", 256)
-    window = 0 if first else _window(config, 4096)
+    window = 0 if first else read_window(config, 4096)
     pattern = config.integer("sliding_window_pattern", 6) if third else 2
-    sliding = _layer_types(config, num_layers, [not first and (i + 1) % pattern != 0 for i in range(num_layers)])
+    sliding = read_sliding(config, num_layers, [not first and (i + 1) % pattern != 0 for i in range(num_layers)])
     layers = tuple(LayerDescription(sliding_window=window if s else 0, rotary=1 if third and s else 0) for s in sliding)
     bias = config.flag("attention_bias", False)
-    base = _describe(
+    base = read_decoder(
         config,
         layers=layers,
         rotaries=_gemma3_rotaries(config, head_dim) if third else None,
@@ -108,83 +105,15 @@ def describe_gemma(values: Mapping[str, Any]) -> ModelDescription:
     )
 
 
-def _describe(
-    config: ConfigReader,
-    *,
-    layers: tuple[LayerDescription, ...],
-    theta: float = 1e4,
-    rotaries: tuple[RotaryDescription, ...] | None = None,
-    head_dim: int | None = None,
-    max_position: int | None = None,
-) -> ModelDescription:
-    """What all families read alike; arguments are what a family knows of its defaults."""
-    hidden_size = config.integer("hidden_size")
-    num_heads = config.integer("num_attention_heads")
-    num_kv_heads = config.integer("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise ConfigError(
-            f"config.json has num_attention_heads {num_heads} and num_key_value_heads {num_kv_heads}; "
-            "the first must be a multiple of the second"
-        )
-    head_dim = head_dim or config.integer("head_dim", hidden_size // num_heads)
-    positions = config.integer("max_position_embeddings", max_position)
-    if rotaries is None:
-        rotaries = (read_rotary(config, head_dim=head_dim, max_position=positions, theta=theta),)
-    default_length, longest = longest_context(rotaries[0], positions)
-    return ModelDescription(
-        architecture=_architecture(config.values),
-        vocab_size=config.integer("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=config.integer("intermediate_size"),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        layers=layers,
-        rotaries=rotaries,
-        max_model_len=default_length,
-        max_position=longest,
-        norm_epsilon=config.positive("rms_norm_eps", 1e-6),
-        activation=_activation(config.text("hidden_act", "silu")),
-        attention_scale=head_dim**-0.5,
-        dtype=config.text("dtype", config.text("torch_dtype", "bfloat16")),
-    )
-
-
 def _smollm3_layers(config: ConfigReader, num_layers: int) -> tuple[LayerDescription, ...]:
     """Layers that do not rotate are the ones that may slide."""
     rotates = _smollm3_rotates(config, num_layers)
-    window = _window(config) if config.flag("use_sliding_window", False) else 0
-    sliding = _layer_types(config, num_layers, [bool(window) and not rotating for rotating in rotates])
+    window = read_window(config) if config.flag("use_sliding_window", False) else 0
+    sliding = read_sliding(config, num_layers, [bool(window) and not rotating for rotating in rotates])
     return tuple(
         LayerDescription(sliding_window=window if slides else 0, rotary=0 if rotating else None)
         for rotating, slides in zip(rotates, sliding, strict=True)
     )
-
-
-def _open(values: Mapping[str, Any]) -> ConfigReader:
-    """A reader, once the settings that no family here honours are ruled out."""
-    if values.get("quantization_config"):
-        quantization = values["quantization_config"]
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
-        raise ConfigError(
-            f"config.json has quantization_config ({method}); quantised safetensors are not supported, "
-            "use the unquantised model or a .gguf file"
-        )
-    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if values.get(key):
-            raise ConfigError(f"config.json has {key}: {values[key]}; mixtures of experts are not supported yet")
-    return ConfigReader(values)
-
-
-def _architecture(values: Mapping[str, Any]) -> str:
-    return str(values["architectures"][0])
-
-
-def _window(config: ConfigReader, default: int = 0) -> int:
-    """The sliding window: absent is the family's default, null is none."""
-    if not config.has("sliding_window"):
-        return 0 if "sliding_window" in config.values else default
-    return config.integer("sliding_window")
 
 
 def _cap(config: ConfigReader, key: str, default: float) -> float:
@@ -192,17 +121,6 @@ def _cap(config: ConfigReader, key: str, default: float) -> float:
     if key in config.values and not config.has(key):
         return 0.0
     return config.number(key, default)
-
-
-def _layer_types(config: ConfigReader, num_layers: int, default: list[bool]) -> list[bool]:
-    """Whether each layer attends through the sliding window."""
-    types = config.sequence("layer_types", num_layers)
-    if types is None:
-        return default
-    for layer_type in types:
-        if layer_type not in _LAYER_TYPES:
-            raise ConfigError(f"layer type {layer_type!r} is not supported; supported: {', '.join(_LAYER_TYPES)}")
-    return [layer_type == "sliding_attention" for layer_type in types[:num_layers]]
 
 
 def _smollm3_rotates(config: ConfigReader, num_layers: int) -> list[bool]:
@@ -231,10 +149,4 @@ def _gemma3_rotaries(config: ConfigReader, head_dim: int) -> tuple[RotaryDescrip
 def _gemma_activation(config: ConfigReader, first: bool) -> Activation:
     name = config.text("hidden_activation", config.text("hidden_act", "gelu_pytorch_tanh"))
     # Early Gemma configs say gelu and were trained with its tanh approximation.
-    return "gelu_tanh" if first and name == "gelu" else _activation(name)
-
-
-def _activation(name: str) -> Activation:
-    if name not in ACTIVATIONS:
-        raise ConfigError(f"activation {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
+    return "gelu_tanh" if first and name == "gelu" else activation_of(name)

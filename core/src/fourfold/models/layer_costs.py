@@ -22,11 +22,14 @@ request (measured with 64 requests on a CPU: 4 to 5).
 
 
 def stage_costs(description: ModelDescription) -> StageCosts:
-    """Products a token in a decode step, which every layer and the head take part in."""
+    """Products a token in a decode step, which every layer and the head take part in; of experts, a token's own."""
     d = description
     layers = []
     for number, layer in enumerate(d.layers):
         linear = sum(prod(shape) for shape in layer_tensors(d, number).values())
+        if layer.mixture and d.mixture is not None:
+            idle = d.mixture.num_experts - d.mixture.top_k
+            linear -= idle * 3 * d.mixture.intermediate_size * d.hidden_size
         context = min(TYPICAL_CONTEXT, layer.sliding_window or TYPICAL_CONTEXT)
         layers.append(linear + ATTENTION_FACTOR * 2 * context * d.num_heads * d.head_dim)
     return StageCosts(layers=tuple(layers), first=d.hidden_size, last=d.hidden_size * d.vocab_size)

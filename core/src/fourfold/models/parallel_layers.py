@@ -65,6 +65,13 @@ class ParallelLayerFactory:
         self.chosen[kind], layer = build_backend(
             f"{kind} parallel layer", entries, wanted, self._config, lambda entry: entry.build(context)
         )
+        spreads = "expert_parallel" in entries[self.chosen[kind]].capabilities
+        if kind == "moe" and self._config.parallel.enable_expert_parallel and not spreads:
+            raise ConfigError(
+                f"--enable-expert-parallel is given, and moe parallel layer {self.chosen[kind]!r} cuts every expert; "
+                "install a plugin that offers one with the capability expert_parallel, or leave moe=... out of "
+                "--parallel-layer"
+            )
         return layer
 
 

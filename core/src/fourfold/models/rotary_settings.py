@@ -13,13 +13,18 @@ from fourfold.models.description import RotaryDescription, RotaryKind
 
 def read_rotary(config: ConfigReader, *, head_dim: int, max_position: int, theta: float) -> RotaryDescription:
     """The model's one rotary embedding; ``theta`` is the family's default base."""
-    merged: dict[str, Any] = dict(config.mapping("rope_scaling") or {})
-    merged.update(config.mapping("rope_parameters") or {})
+    merged = _merged_settings(config)
     if any(isinstance(value, Mapping) for value in merged.values()):
         raise ConfigError("config.json has rope_parameters for each type of layer, which only Gemma 3 supports")
     merged.setdefault("rope_theta", config.number("rope_theta", theta))
     merged.setdefault("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
     return describe_rotary(merged, head_dim=head_dim, max_position=max_position)
+
+
+def score_temperature(config: ConfigReader, rotary: RotaryDescription) -> float:
+    """What DeepSeek multiplies queries and keys by, each: yarn's temperature at ``mscale_all_dim``; 1 without one."""
+    scale = ConfigReader(_merged_settings(config)).number("mscale_all_dim", 0.0)
+    return _temperature(rotary.factor, scale) if scale and rotary.kind != "default" else 1.0
 
 
 def describe_rotary(values: Mapping[str, Any], *, head_dim: int, max_position: int) -> RotaryDescription:
@@ -63,6 +68,10 @@ def longest_context(rotary: RotaryDescription, max_position: int) -> tuple[int, 
         longest = max(max_position, int(rotary.original_max_position * rotary.factor))
         return longest, longest
     return max_position, max_position
+
+
+def _merged_settings(config: ConfigReader) -> dict[str, Any]:
+    return {**(config.mapping("rope_scaling") or {}), **(config.mapping("rope_parameters") or {})}
 
 
 def _attention_factor(reader: ConfigReader, factor: float) -> float:

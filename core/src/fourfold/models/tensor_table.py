@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 
 from fourfold.models.description import ModelDescription
+from fourfold.models.latent_tensors import latent_tensors
+from fourfold.models.mixture_tensors import mixture_tensors
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -30,6 +32,21 @@ def layer_tensors(description: ModelDescription, layer: int) -> dict[str, tuple[
     """The tensors of one layer, in the order in which checkpoints hold them."""
     d = description
     prefix = layer_prefix(layer)
+    shapes = _attention_tensors(d) if d.latent is None else {}
+    shapes.update((name, tensor.shape) for name, tensor in latent_tensors(d).items())
+    shapes["self_attn.o_proj.weight"] = (d.hidden_size, d.num_heads * d.value_dim)
+    if d.output_bias:
+        shapes["self_attn.o_proj.bias"] = (d.hidden_size,)
+    if d.layers[layer].mixture:
+        shapes.update((name, tensor.shape) for name, tensor in mixture_tensors(d).items())
+    else:
+        shapes.update(_feed_forward_tensors(d))
+    for norm in norm_names(d):
+        shapes[f"{norm}.weight"] = (d.hidden_size,)
+    return {prefix + name: shape for name, shape in shapes.items()}
+
+
+def _attention_tensors(d: ModelDescription) -> dict[str, tuple[int, ...]]:
     query, key = d.num_heads * d.head_dim, d.num_kv_heads * d.head_dim
     shapes: dict[str, tuple[int, ...]] = {}
     for part, rows in (("q", query), ("k", key), ("v", key)):
@@ -39,9 +56,14 @@ def layer_tensors(description: ModelDescription, layer: int) -> dict[str, tuple[
     if d.query_key_norm:
         shapes["self_attn.q_norm.weight"] = (d.head_dim,)
         shapes["self_attn.k_norm.weight"] = (d.head_dim,)
-    shapes["self_attn.o_proj.weight"] = (d.hidden_size, query)
-    if d.output_bias:
-        shapes["self_attn.o_proj.bias"] = (d.hidden_size,)
+    if d.whole_query_key_norm:
+        shapes["self_attn.q_norm.weight"] = (query,)
+        shapes["self_attn.k_norm.weight"] = (key,)
+    return shapes
+
+
+def _feed_forward_tensors(d: ModelDescription) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
     for part, out, into in (
         ("gate", d.intermediate_size, d.hidden_size),
         ("up", d.intermediate_size, d.hidden_size),
@@ -50,9 +72,7 @@ def layer_tensors(description: ModelDescription, layer: int) -> dict[str, tuple[
         shapes[f"mlp.{part}_proj.weight"] = (out, into)
         if d.mlp_bias:
             shapes[f"mlp.{part}_proj.bias"] = (out,)
-    for norm in norm_names(d):
-        shapes[f"{norm}.weight"] = (d.hidden_size,)
-    return {prefix + name: shape for name, shape in shapes.items()}
+    return shapes
 
 
 def layer_prefix(layer: int) -> str:

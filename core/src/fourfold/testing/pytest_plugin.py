@@ -13,7 +13,19 @@ if TYPE_CHECKING:
 pytest.register_assert_rewrite(
     *(
         f"fourfold.testing.{module}"
-        for module in ("attention", "communicator", "communicator_cases", "executor", "linear_method", "operators")
+        for module in (
+            "all_to_all",
+            "all_to_all_cases",
+            "attention",
+            "communicator",
+            "communicator_cases",
+            "executor",
+            "experts",
+            "linear_method",
+            "moe",
+            "moe_cases",
+            "operators",
+        )
     )
 )
 

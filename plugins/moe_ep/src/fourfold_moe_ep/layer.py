@@ -1,0 +1,82 @@
+"""The moe layer ``ep``: whole experts, spread over ranks. T tokens, H hidden size, K experts a token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from fourfold.errors import ConfigError
+from fourfold.layers.mixture import build_experts
+from fourfold.layers.router import RouterGate
+from fourfold.layers.shared_experts import SharedExperts
+from fourfold_moe_ep.spread import spread_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from fourfold.contracts.mixture import AllToAll, ExpertPart
+    from fourfold.contracts.parallel_layer import TensorSlices
+    from fourfold.entries import ParallelLayerContext
+
+
+class ExpertParallelLayer:
+    """[T, H] -> [T, H], whole on every rank. See ``fourfold.contracts.parallel_layer.MixtureLayer``."""
+
+    def __init__(self, context: ParallelLayerContext) -> None:
+        mixture = context.mixture
+        if mixture is None:
+            raise ConfigError("a moe layer needs the description of its mixture")
+        self._spread = spread_of(context, mixture)
+        self._router = RouterGate(context, mixture)
+        chosen, self._experts = build_experts(
+            context, num_experts=len(self._spread.local), intermediate_size=mixture.intermediate_size
+        )
+        self._held = self._spread.hold(self._experts, mixture, context)
+        self._shared = SharedExperts(context, mixture) if mixture.shared_intermediate_size else None
+        self._communicator = context.communicator
+        self.backends = {
+            "experts": chosen,
+            "expert_placement": self._spread.placement,
+            "all_to_all": self._spread.all_to_all,
+        }
+
+    def load(self, parameter: str, tensor: TensorSlices) -> None:
+        """Take the tensor, or nothing of it where it belongs to an expert of other ranks."""
+        kind, _, rest = parameter.partition(".")
+        if kind == "router":
+            self._router.load(rest, tensor)
+        elif kind == "experts":
+            expert, part, _ = rest.split(".")
+            for slot in self._held.slots_of(int(expert)):
+                self._experts.load(slot, cast("ExpertPart", part), tensor[:])
+        elif self._shared is not None:
+            self._shared.load(parameter, tensor)
+        else:
+            raise ConfigError(f"this moe layer has no parameter {parameter}")
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> [T, H]."""
+        wire = self._spread.wire
+        return self._sum(x) if wire is None else self._travel(x, wire)
+
+    def _sum(self, x: torch.Tensor) -> torch.Tensor:
+        """All ranks have all tokens: each adds what its own experts make of them."""
+        ids, weights = self._router(x)
+        out = self._experts(x, self._spread.slots(self._held.choose(ids)), weights)
+        if self._shared is not None:
+            out = out + self._shared(x)
+        return out if self._communicator is None else self._communicator.all_reduce(out)
+
+    def _travel(self, x: torch.Tensor, wire: AllToAll) -> torch.Tensor:
+        """Each rank sends off its share of the tokens that it has in common with its tensor-parallel peers."""
+        own, sizes = self._spread.own_tokens(len(x)), self._spread.sizes(len(x))
+        mine = x[own]
+        ids, weights = self._router(mine)
+        wire.dispatch_send(mine, self._held.choose(ids), weights, sizes=sizes)
+        shared = None if self._shared is None else self._shared(x)
+        arrived = wire.dispatch_receive()
+        wire.combine_send(self._experts(arrived.x, self._spread.slots(arrived.ids), arrived.weights))
+        out = wire.combine_receive()
+        if shared is None:
+            return out if self._communicator is None else self._communicator.all_gather(out, sizes=sizes)
+        shared[own] += out
+        return shared if self._communicator is None else self._communicator.all_reduce(shared)

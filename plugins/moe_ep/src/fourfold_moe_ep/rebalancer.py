@@ -1,0 +1,83 @@
+"""The rebalancer ``greedy``: copies the hottest experts, then packs copies on ranks, heaviest first. Pure numpy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fourfold.errors import ConfigError
+from fourfold_moe_ep.expert_copies import map_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from fourfold.contracts.mixture import ExpertMap
+
+
+class GreedyRebalancer:
+    """See ``fourfold.contracts.mixture.Rebalancer``.
+
+    The global policy of DeepSeek's expert-parallel load balancer ("DeepSeek-V3 Technical Report", 2024, section 3.4):
+    each further copy goes to the expert with the most load a copy; each copy then to the lightest rank that has room,
+    largest first. All layers are solved at once.
+    """
+
+    def balance(self, load: NDArray[np.float64], num_ranks: int, num_slots: int) -> ExpertMap:
+        """``load`` [L, E] -> the map; of its ``num_slots`` places the first are rank 0's, then rank 1's, and so on."""
+        num_layers, num_experts = load.shape
+        if num_slots < num_experts:
+            raise ConfigError(f"{num_experts} experts do not fit {num_slots} slots; one each at least")
+        logical, counts = _copy_hottest(load, num_slots)
+        layers = np.arange(num_layers)[:, None]
+        share = load[layers, logical] / counts[layers, logical]
+        return map_of(_pack(logical, share, num_ranks), num_experts)
+
+
+def balancedness(load: NDArray[np.float64], expert_map: ExpertMap, owners: Sequence[int], num_ranks: int) -> float:
+    """Mean load of a rank over the largest, layers weighted by their largest: 1 is perfect.
+
+    ``load`` [L, E] of logical experts, which their copies share evenly; ``owners`` is the rank of each physical expert.
+    """
+    layers = np.arange(len(load))[:, None]
+    logical = expert_map.physical_to_logical
+    share = load[layers, logical] / expert_map.counts[layers, logical]
+    ranks = np.zeros((num_ranks, len(load)))
+    np.add.at(ranks, np.asarray(owners), share.T)
+    largest = float(ranks.max(axis=0).sum())
+    return float(ranks.mean(axis=0).sum()) / largest if largest > 0 else 1.0
+
+
+def _copy_hottest(load: NDArray[np.float64], num_slots: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Logical expert of each copy [L, S], and copies of each expert [L, E]."""
+    num_layers, num_experts = load.shape
+    logical = np.empty((num_layers, num_slots), np.int32)
+    logical[:, :num_experts] = np.arange(num_experts)
+    counts = np.ones((num_layers, num_experts), np.int32)
+    layers = np.arange(num_layers)
+    for slot in range(num_experts, num_slots):
+        hottest = (load / counts).argmax(axis=1)
+        logical[:, slot] = hottest
+        counts[layers, hottest] += 1
+    return logical, counts
+
+
+def _pack(logical: NDArray[np.int32], share: NDArray[np.float64], num_ranks: int) -> NDArray[np.int32]:
+    """``logical`` and the load of each copy [L, S] -> [L, S] in the order of ranks, which differ by one at most."""
+    num_layers, num_slots = logical.shape
+    each, left = divmod(num_slots, num_ranks)
+    room = np.full(num_ranks, each)
+    room[:left] += 1
+    first = np.concatenate([[0], np.cumsum(room)[:-1]])
+    weight = np.zeros((num_layers, num_ranks))
+    filled = np.zeros((num_layers, num_ranks), np.int64)
+    packed = np.empty_like(logical)
+    layers = np.arange(num_layers)
+    for copy in np.argsort(-share, axis=1, kind="stable").T:
+        rank = np.where(filled < room, weight, np.inf).argmin(axis=1)
+        packed[layers, first[rank] + filled[layers, rank]] = logical[layers, copy]
+        weight[layers, rank] += share[layers, copy]
+        filled[layers, rank] += 1
+    return packed

@@ -1,0 +1,161 @@
+"""Moves experts between steps, layer by layer, each as a transaction: all ranks take a layer's new map, or none does.
+
+A layer's map changes only here, between two steps, on all ranks alike: what decides are loads that all have added up.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+
+from fourfold.errors import FourfoldError
+from fourfold_moe_ep.expert_copies import map_of
+from fourfold_moe_ep.expert_moves import moves_of, settle, spread_places
+from fourfold_moe_ep.rebalancer import balancedness
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from fourfold.contracts.communicator import Communicator
+    from fourfold.contracts.mixture import Rebalancer
+    from fourfold_moe_ep.expert_moves import Move
+    from fourfold_moe_ep.held_experts import HeldExperts
+
+_MIXTURE_SHARE: Final = 0.5
+"""Of a step that the slowest rank's experts are taken to be."""
+_BYTES_PER_SECOND: Final = 1e9
+"""At which experts are taken to move: what shared memory gives on a busy CPU, a third of a percent of NVLink."""
+
+log = logging.getLogger(__name__)
+
+
+def pays(*, before: float, after: float, least_gain: float, seconds: float, nbytes: float) -> bool:
+    """Whether it is worth to move ``nbytes`` for balancedness ``after`` in place of ``before``, if the next ``seconds``
+    of steps are like the last ones.
+    """
+    saved = seconds * _MIXTURE_SHARE * (1.0 - before / after)
+    return after - before >= least_gain and saved > nbytes / _BYTES_PER_SECOND
+
+
+class Rebalancing:
+    """Of all layers of one decoder, on one rank."""
+
+    def __init__(
+        self,
+        held: Sequence[HeldExperts],
+        rebalancer: Rebalancer,
+        communicator: Communicator | None,
+        owners: Sequence[int],
+        *,
+        interval: int,
+        least_gain: float,
+    ) -> None:
+        """``held`` is one a layer, and may grow until the first step; ``owners`` the rank of each physical expert.
+
+        ``interval`` is in steps.
+        """
+        self._held = held
+        self._rebalancer = rebalancer
+        self._communicator = communicator
+        self._owners = list(owners)
+        self._world_size = 1 if communicator is None else communicator.world_size
+        self._rank = 0 if communicator is None else communicator.rank
+        self._interval = interval
+        self._least_gain = least_gain
+        self._steps = 0
+        self._window_started = time.perf_counter()
+        self._pending: list[tuple[int, NDArray[np.int32]]] = []
+        """Layers that are to change, and their maps."""
+        self.counters: dict[str, float] = {
+            "expert_balancedness": 1.0,
+            "expert_rebalances": 0.0,
+            "expert_moves": 0.0,
+            "expert_move_failures": 0.0,
+        }
+
+    def end_step(self) -> None:
+        """Count a step; move the experts of one layer, if any are to move."""
+        self._steps += 1
+        if self._pending:
+            self._change(*self._pending.pop(0))
+        elif self._steps % self._interval == 0:
+            self._consider()
+
+    def start(self, maps: NDArray[np.int32]) -> None:
+        """Begin to change to ``maps`` [L, P], one layer after each step; the same on all ranks."""
+        new = [settle(row, held.logical, self._owners) for row, held in zip(maps, self._held)]
+        self._pending = [(layer, row) for layer, row in enumerate(new) if (row != self._held[layer].logical).any()]
+
+    def _consider(self) -> None:
+        load, seconds = self._take_load()
+        current = map_of(np.stack([held.logical for held in self._held]), load.shape[1])
+        now = balancedness(load, current, self._owners, self._world_size)
+        self.counters["expert_balancedness"] = now
+        if not load.any():
+            return
+        balanced = self._rebalancer.balance(load, self._world_size, len(self._owners))
+        new = spread_places(balanced.physical_to_logical, self._owners)
+        then = balancedness(load, map_of(new, load.shape[1]), self._owners, self._world_size)
+        settled = np.stack([settle(row, held.logical, self._owners) for row, held in zip(new, self._held)])
+        nbytes = self._held[0].nbytes * int((settled != current.physical_to_logical).sum())
+        if pays(before=now, after=then, least_gain=self._least_gain, seconds=seconds, nbytes=nbytes):
+            log.info("experts move for a balancedness of %.3f in place of %.3f", then, now)
+            self.counters["expert_rebalances"] += 1
+            self.start(settled)
+
+    def _take_load(self) -> tuple[NDArray[np.float64], float]:
+        """[L, E] tokens of all ranks since the last time, and the seconds that the window took, the same on all."""
+        now = time.perf_counter()
+        window, self._window_started = now - self._window_started, now
+        counts = torch.stack([held.take_load() for held in self._held]).double()
+        both = torch.cat([counts.flatten(), counts.new_tensor([window])])
+        if self._communicator is not None:
+            both = self._communicator.all_reduce(both)
+        numbers = both.cpu().numpy()
+        return numbers[:-1].reshape(counts.shape), float(numbers[-1]) / self._world_size
+
+    def _change(self, layer: int, new: NDArray[np.int32]) -> None:
+        """One layer's transaction."""
+        held = self._held[layer]
+        moves = moves_of(held.logical, new, self._owners)
+        arrived = self._transfer(held, moves)
+        if self._all_agree(arrived is not None) and arrived is not None:
+            for place, matrices in arrived.items():
+                held.write(place, matrices)
+            held.set_map(new)
+            self.counters["expert_moves"] += len(moves)
+        else:
+            self.counters["expert_move_failures"] += 1
+            log.warning("the experts of moe layer %d stay where they are: a rank could not move its own", layer)
+
+    def _transfer(self, held: HeldExperts, moves: Sequence[Move]) -> Mapping[int, torch.Tensor] | None:
+        """This rank's places -> what they will hold; None if an expert of this rank cannot be read."""
+        owners, rank = self._owners, self._rank
+        leaving = sorted((m for m in moves if owners[m.source] == rank), key=lambda m: (owners[m.place], m.place))
+        coming = sorted((m for m in moves if owners[m.place] == rank), key=lambda m: (owners[m.source], m.place))
+        rows = held.new_rows(len(leaving))
+        fine = True
+        try:
+            for row, move in zip(rows, leaving):
+                held.read_into(row, move.source)
+        except (FourfoldError, RuntimeError) as error:  # of memory, or an expert that cannot be read
+            log.warning("an expert cannot leave rank %d: %s", rank, error)
+            fine = False
+        if self._communicator is not None:
+            send = [sum(owners[move.place] == peer for move in leaving) for peer in range(self._world_size)]
+            receive = [sum(owners[move.source] == peer for move in coming) for peer in range(self._world_size)]
+            rows = self._communicator.all_to_all(rows, send_sizes=send, receive_sizes=receive)
+        return dict(zip([move.place for move in coming], rows)) if fine else None
+
+    def _all_agree(self, vote: bool) -> bool:
+        if self._communicator is None:
+            return vote
+        votes = self._communicator.all_reduce(torch.tensor([int(vote)], device=self._held[0].device))
+        return int(votes) == self._world_size

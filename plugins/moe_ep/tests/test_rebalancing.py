@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from fourfold.testing.communicator_cases import connected
+from fourfold.testing.rank_process import Rank
+from fourfold.testing.ranks import RankPool
+from fourfold_moe_ep.expert_moves import Move, moves_of, settle, spread_places
+from fourfold_moe_ep.layer import ExpertParallelLayer
+from fourfold_moe_ep.rebalancing import pays
+from fourfold_moe_ep.settings import ExpertParallelSettings
+
+Pool = Callable[[int], RankPool]
+NUM_LAYERS = 3
+
+
+def layers_module() -> Any:
+    """``test_layer.py``: its layers, also on ranks, where test files are no modules."""
+    name = "_layers_of_test_layer"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / "test_layer.py")
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def build(communicator: Any, all_to_all: str, *, interval: int = 1000, gain: float = 0.05) -> list[ExpertParallelLayer]:
+    """Layers over one spread, loaded alike; three redundant experts."""
+    kit = layers_module()
+    context = kit.layer_context(kit.MIXTURE, communicator, all_to_all=all_to_all, redundant=3)
+    settings = ExpertParallelSettings(redundant_experts=3, rebalance_interval=interval, rebalance_gain=gain)
+    context = replace(context, config=replace(context.config, plugins={"moe-ep": settings}))
+    layers = [ExpertParallelLayer(context) for _ in range(NUM_LAYERS)]
+    for layer in layers:
+        kit.fill(layer, kit.MIXTURE)
+    return layers
+
+
+def random_map(generator: np.random.Generator) -> NDArray[np.int32]:
+    """[L, 10]: every one of 7 experts once at least, anywhere."""
+    rows = [[*range(7), *generator.integers(0, 7, 3).tolist()] for _ in range(NUM_LAYERS)]
+    return np.array([generator.permutation(row) for row in rows], np.int32)
+
+
+def survives_maps(rank: Rank, all_to_all: str, num_maps: int) -> list[float]:
+    """Change to random maps while tokens flow, and compare with the whole after every step."""
+    kit, generator = layers_module(), np.random.default_rng(3)
+    x = torch.randn(9, kit.HIDDEN, generator=torch.Generator().manual_seed(1))
+    expected = kit.whole(kit.MIXTURE, x)
+    with connected(rank, "shm", "cpu") as communicator:
+        layers = build(communicator, all_to_all)
+        rebalancing = layers[0]._spread._rebalancing
+        assert rebalancing is not None
+        for _ in range(num_maps):
+            maps = random_map(generator)
+            rebalancing.start(maps)
+            while rebalancing._pending:
+                layers[0]._spread.end_step()
+                for layer in layers:
+                    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+            for layer, row in zip(layers, maps):
+                assert sorted(layer._held.logical.tolist()) == sorted(row.tolist())
+        return [rebalancing.counters[name] for name in ("expert_moves", "expert_move_failures")]
+
+
+@pytest.mark.parametrize("all_to_all", ["auto", "shm"])
+def test_a_hundred_random_maps_change_no_output(rank_pool: Pool, all_to_all: str) -> None:
+    (moves, failures), other = rank_pool(2).run(survives_maps, all_to_all, 100)
+    assert [moves, failures] == other
+    assert moves > 1000
+    assert failures == 0
+
+
+def cannot_read(rank: Rank) -> list[Any]:
+    """Rank 1 cannot read an expert of the second layer: (maps that are as asked for, moves, failures)."""
+    kit, generator = layers_module(), np.random.default_rng(4)
+    x = torch.randn(5, kit.HIDDEN, generator=torch.Generator().manual_seed(1))
+    with connected(rank, "shm", "cpu") as communicator:
+        layers = build(communicator, "auto")
+        rebalancing = layers[0]._spread._rebalancing
+        assert rebalancing is not None
+
+        def broken(expert: int, part: str) -> torch.Tensor:
+            raise RuntimeError("out of memory")
+
+        if rank.rank == 1:
+            layers[1]._held.experts.matrix = broken  # type: ignore[method-assign]
+        maps = random_map(generator)
+        before = layers[1]._held.logical.tolist()
+        rebalancing.start(maps)
+        while rebalancing._pending:
+            layers[0]._spread.end_step()
+        as_asked = [sorted(one._held.logical.tolist()) == sorted(row.tolist()) for one, row in zip(layers, maps)]
+        assert layers[1]._held.logical.tolist() == before
+        for layer in layers:
+            torch.testing.assert_close(layer(x), kit.whole(kit.MIXTURE, x), rtol=1e-5, atol=1e-5)
+        return [as_asked[0], as_asked[2], rebalancing.counters["expert_move_failures"]]
+
+
+def test_a_layer_that_cannot_move_stays_on_all_ranks(rank_pool: Pool) -> None:
+    assert rank_pool(2).run(cannot_read) == [[True, True, 1.0]] * 2
+
+
+def rebalances(rank: Rank) -> list[float]:
+    """Tokens of which most go to the same experts, until experts have moved."""
+    kit = layers_module()
+    generator = torch.Generator().manual_seed(rank.rank)
+    with connected(rank, "shm", "cpu") as communicator:
+        layers = build(communicator, "shm", interval=5, gain=0.05)
+        favourite = kit.whole_weights(kit.MIXTURE)["router.weight"][0]
+        rebalancing = layers[0]._spread._rebalancing
+        assert rebalancing is not None
+        seen = []
+        for _ in range(20):
+            x = 0.4 * torch.randn(32, kit.HIDDEN, generator=generator) + favourite
+            for layer in layers:
+                layer(x)
+            layers[0]._spread.end_step()
+            seen.append(rebalancing.counters["expert_balancedness"])
+        return [seen[4], seen[-1], rebalancing.counters["expert_rebalances"], rebalancing.counters["expert_moves"]]
+
+
+def test_hot_experts_are_copied_and_all_ranks_count_alike(rank_pool: Pool) -> None:
+    first, other = rank_pool(2).run(rebalances)
+    assert first == other
+    before, after, num_rebalances, moves = first
+    assert after > before + 0.05
+    assert num_rebalances == 1
+    assert moves > 0
+
+
+def test_experts_that_stay_on_a_rank_stay_in_their_place() -> None:
+    owners = [0, 0, 0, 1, 1, 1]
+    old, new = np.array([0, 1, 2, 3, 4, 0], np.int32), np.array([2, 0, 3, 1, 4, 1], np.int32)
+    settled = settle(new, old, owners)
+    assert settled.tolist() == [0, 3, 2, 1, 4, 1]
+    assert moves_of(old, settled, owners) == [Move(3, 1), Move(1, 3), Move(1, 5)]
+    assert moves_of(old, np.array([0, 1, 2, 3, 4, 4], np.int32), owners) == [Move(4, 5)]
+
+
+def test_places_of_ranks_are_where_the_placement_has_them() -> None:
+    balanced = np.array([[5, 6, 7, 8]], np.int32)
+    assert spread_places(balanced, [0, 1, 0, 1]).tolist() == [[5, 7, 6, 8]]
+    assert spread_places(balanced, [0, 0, 1, 1]).tolist() == balanced.tolist()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "seconds", "nbytes", "expected"),
+    [(0.5, 1.0, 100.0, 1e9, True), (0.5, 1.0, 1.0, 1e9, False), (0.95, 0.99, 100.0, 1.0, False)],
+)
+def test_experts_move_only_if_it_pays(
+    before: float, after: float, seconds: float, nbytes: float, expected: bool
+) -> None:
+    assert pays(before=before, after=after, least_gain=0.05, seconds=seconds, nbytes=nbytes) is expected
