@@ -39,7 +39,7 @@ class GeneratingRequest:
         """Read the body. Raises RequestError."""
         arrival = time.monotonic()
         model = state.serving()
-        rank = read_rank(http.headers, len(state.client.links))
+        rank = read_rank(http.headers, state.client.ranks)
         body = await read_json_object(http, state)
         strict = state.config.strict_fields
         values, ignored = read_fields(table, body.values, strict=strict)

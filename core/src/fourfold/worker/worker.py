@@ -86,8 +86,9 @@ class Worker:
         """
         context, config = self._context, self._context.config
         registry = load_plugins()
-        # Every rank of every replica is taken to be on this host, so that they share its cores evenly.
-        device = open_device(config, local_rank=context.local_rank, local_workers=context.layout.world_size)
+        # The ranks of a host share its cores evenly.
+        local_workers = context.local_workers or context.layout.world_size
+        device = open_device(config, local_rank=context.local_rank, local_workers=local_workers)
         parallel = connect(context, registry, device=device.torch_device)
         first = context.rank == context.dp_rank == 0  # one bar for all: the ranks load alike
         with closing(make_progress() if first else NoProgress()) as progress:
