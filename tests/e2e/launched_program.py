@@ -32,8 +32,9 @@ def main() -> None:
         greedy = llm.generate([*texts, "b c"], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
         drawn = llm.generate(texts, SamplingParams(max_tokens=8, temperature=1, ignore_eos=True))
         ids = [result.outputs[0].token_ids for result in [*greedy, *drawn]]
-        blocks = llm._ready.num_blocks
-    Path(f"{out}.{rank}").write_text(json.dumps({"ids": ids, "blocks": blocks}))
+        ready = llm._ready
+        found = {"ids": ids, "blocks": ready.num_blocks, "comm": ready.backends["comm"]}
+    Path(f"{out}.{rank}").write_text(json.dumps(found))
 
 
 main()

@@ -27,6 +27,7 @@ from fourfold.entries import ExecutorContext, WorkerContext
 from fourfold.errors import ConfigError, EngineError, ExecutorFailed, RpcTimeout
 from fourfold.executor_shell import ExecutorShell
 from fourfold.manifest import Fingerprint, compare_all, fingerprint
+from fourfold.nodes.addresses import address_towards
 from fourfold.plugins import load_plugins
 from fourfold.rpc_call import RpcCall, read_error, report_error, run_call
 from fourfold_executor_uniproc.launcher import LaunchedRank, read_launcher
@@ -315,6 +316,9 @@ class ExternalExecutor(ExecutorShell):
                 layout=context.layout,
                 rank=launched.rank,
                 local_rank=launched.local_rank,
+                local_workers=launched.local_world_size,
+                node=launched.node,
+                address=address_towards(launched.master_address) if launched.node else "",
                 dp_rank=context.dp_rank,
                 open_store=partial(worker_store, store) if several else None,
             )
