@@ -22,11 +22,11 @@ from .conftest import ONE_THREAD
 from .test_tensor_parallel import IDS, answers, expected
 
 CUTS: dict[str, dict[str, Any]] = {
-    "tp 3": {"tensor_parallel_size": 3},
     "tp 2, pp 2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
 }
 MORE_CUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
+    "tp 3": {"tensor_parallel_size": 3},
     "tp 2": {"tensor_parallel_size": 2},
     "pp 2": {"pipeline_parallel_size": 2},
     "pp 3, tp 2": {"pipeline_parallel_size": 3, "tensor_parallel_size": 2},
