@@ -12,6 +12,7 @@ ENGINE_OPTIONS = {
     "--block-size",
     "--chat-template",
     "--comm",
+    "--data-parallel-address",
     "--data-parallel-size",
     "--debug-collectives",
     "--drain-timeout",

@@ -39,6 +39,8 @@ class Shape:
     num_api_servers: int
     log_level: str
     url: str = ""
+    lockstep: bool = False
+    """Whether the engines share experts: none can go on without all others."""
 
     @property
     def coordinated(self) -> bool:
@@ -61,11 +63,21 @@ class EngineRole:
         self._module = module
         self._memory = SharedMemory() if shape.num_engines > 1 else None
         """What the replicas hold in common; alive as long as this process."""
+        self._generation = 1
         self._listeners: list[Callable[[EngineNotice], None]] = []
         self._ready: dict[int, EngineReady] = {}
         self.processes = [
             SupervisedProcess(role="engine_core", index=index, label=f"DP{index}") for index in range(shape.num_engines)
         ]
+
+    @property
+    def bound(self) -> bool:
+        """See Engines."""
+        return self._shape.lockstep
+
+    def begin_generation(self) -> None:
+        """See Engines."""
+        self._generation += 1
 
     def add_listener(self, listener: Callable[[EngineNotice], None]) -> None:
         """Have every notice told to ``listener``, which must return at once."""
@@ -97,6 +109,8 @@ class EngineRole:
         arguments += ["--log-level", shape.log_level]
         if shape.coordinated:
             arguments.append("--coordinated")
+        if shape.lockstep:
+            arguments += ["--meeting", f"file://{shape.run_directory}/meeting-{self._generation}"]
         environment = None if self._memory is None else self._memory.environment
         return ChildCommand(module=self._module, label=process.name, arguments=arguments, environment=environment)
 

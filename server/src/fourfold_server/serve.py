@@ -106,6 +106,7 @@ def serve(
                 num_api_servers=num_api_servers,
                 log_level=server_config.log_level,
                 url=url_of(listener, secure=server_config.ssl_certfile is not None),
+                lockstep=config.parallel.lockstep,
             ),
             config=config,
             server_config=server_config,

@@ -24,6 +24,8 @@ class ParallelConfig:
     """Copies of the engine."""
     enable_expert_parallel: bool = False
     """Whether each rank holds whole experts of a mixture, in place of a part of every one."""
+    data_parallel_address: str = ""
+    """Where replicas that share experts meet, as file://PATH or tcp://HOST:PORT; serve has a place of its own."""
     pipeline_partition: str = "auto"
     """Layers of each stage, such as 7,8,8,7; auto: the slowest stage is as fast as it can be, by the sizes of the
     layers; auto:measure: by timing them at the start.
@@ -42,6 +44,11 @@ class ParallelConfig:
     def layout(self) -> ParallelLayout:
         """The rank arithmetic of these sizes."""
         return ParallelLayout(dp=self.data_parallel_size, pp=self.pipeline_parallel_size, tp=self.tensor_parallel_size)
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether replicas share experts, so that they step together."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
 
     @property
     def layers_of_stages(self) -> tuple[int, ...] | None:

@@ -51,6 +51,10 @@ def build_engine(config: EngineConfig, registry: PluginRegistry, *, dp_rank: int
     started = time.monotonic()
     description = describe_checkpoint(config.model, registry, NoProgress())
     check_cut(description, config.parallel)
+    if config.parallel.enable_expert_parallel and description.mixture is None:
+        raise ConfigError(
+            f"{description.architecture} has no experts to spread over ranks; leave out --enable-expert-parallel"
+        )
     scheduler = select("scheduler", registry.schedulers(), config.backends.scheduler, config)
     executor = select("executor", registry.executors(), config.backends.executor, config)
     logger.debug("%s; %s", executor.reason, scheduler.reason)  # the names were chosen, and logged, before

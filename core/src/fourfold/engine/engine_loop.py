@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
+from fourfold.contracts.step_part import StepVote
+from fourfold.coordinator.waves import CoordinatorNotice, RankInput, WaveRank
 from fourfold.errors import FourfoldError
 from fourfold.messages import (
     AbortRequests,
@@ -76,6 +78,9 @@ class Core(Protocol):
     def step(self) -> Mapping[int, list[RequestOutput]]:
         """Advance; returns the outputs of each API server."""
 
+    def step_together(self, vote: StepVote) -> tuple[Mapping[int, list[RequestOutput]], StepVote]:
+        """Advance at the same time as other engines, with or without work; also what the votes of all come to."""
+
     def prefix_marks(self) -> bytes:
         """What the prefix cache holds."""
 
@@ -92,8 +97,11 @@ class EngineLoop:
         incarnation: int,
         num_api_servers: int,
         coordinated: bool = False,
+        lockstep: bool = False,
     ) -> None:
-        """``coordinated``: a coordinator hears how the engine stands, and tells API servers."""
+        """``coordinated``: a coordinator hears how the engine stands, and tells API servers. ``lockstep``: it also says
+        when engines that step together begin.
+        """
         self._core = core
         self._engine = engine
         self._incarnation = incarnation
@@ -107,6 +115,7 @@ class EngineLoop:
         self._coordinator = (
             _Peer(self._context, f"ipc://{run_directory}/coordinator", _MAX_QUEUED_REPORTS) if coordinated else None
         )
+        self._wave = WaveRank(engine, self._tell_coordinator) if lockstep else None
         self._orders: deque[EngineOrder] = deque()
         self._draining = False
         self._wake_lock = threading.Lock()
@@ -114,7 +123,7 @@ class EngineLoop:
         self._poller = zmq.Poller()
         self._poller.register(self._inputs, zmq.POLLIN)
         self._poller.register(self._stop_event, zmq.POLLIN)
-        self._decoder = msgspec.msgpack.Decoder(EngineInput)
+        self._decoder = msgspec.msgpack.Decoder(EngineInput | RankInput)
         self._marks = b""
         self._marks_time = 0.0
         self._stopping = False
@@ -132,16 +141,37 @@ class EngineLoop:
             if self._failure is not None:
                 raise self._failure
             self._take_inputs()
-            if self._core.has_work:
-                self._send_step(self._core.step())
+            if self._advance():
                 continue
             self._publish_stats()
             if self._draining:
                 if not self._poller.poll(_LATECOMER_MILLISECONDS):
                     return
             else:
-                # Nothing to do until something arrives, but for a client that has yet to hear of its losses.
-                self._poller.poll(_RETRY_MILLISECONDS if any(client.lost for client in self._clients) else None)
+                # Nothing to do until something arrives, but for a client that has yet to hear of its losses, and a
+                # coordinator that may be another one than was told of the work.
+                retries = self._core.has_work or any(client.lost for client in self._clients)
+                arrived = self._poller.poll(_RETRY_MILLISECONDS if retries else None)
+                if not arrived and self._wave is not None and self._core.has_work:
+                    self._wave.work_arrived(again=True)
+
+    def _advance(self) -> bool:
+        """Step, if that is due; whether it was."""
+        core, wave = self._core, self._wave
+        if wave is None:
+            if core.has_work:
+                self._send_step(core.step())
+                return True
+            return False
+        if wave.epoch is None:
+            if core.has_work:
+                wave.work_arrived()
+            return False
+        vote = wave.vote(has_work=core.has_work, has_begun=core.stats.num_running > 0)
+        outputs, reduced = core.step_together(vote)
+        self._send_step(outputs)
+        wave.step_done(reduced, has_work=core.has_work)
+        return True
 
     def stop(self) -> None:
         """Let ``run`` return after the step that it is in."""
@@ -196,8 +226,11 @@ class EngineLoop:
                 continue
             self._handle(message)
 
-    def _handle(self, message: AddRequest | AbortRequests | CallUtility) -> None:
-        if isinstance(message, AbortRequests):
+    def _handle(self, message: AddRequest | AbortRequests | CallUtility | RankInput) -> None:
+        if isinstance(message, RankInput):
+            if self._wave is not None:
+                self._wave.receive(message)
+        elif isinstance(message, AbortRequests):
             self._core.abort(message.request_ids)
         elif not 0 <= message.client < len(self._clients):
             logger.error("dropped an input of API server %d, which does not exist", message.client)
@@ -267,6 +300,10 @@ class EngineLoop:
             client.lost.update(output.request_id for output in outputs)
             self._core.abort([output.request_id for output in outputs])
 
+    def _tell_coordinator(self, notice: CoordinatorNotice) -> None:
+        if self._coordinator is not None:
+            self._coordinator.send(notice)
+
     def _report(self, coordinator: _Peer) -> None:
         known = copy.copy(self._core.stats)
         stats = self._with_marks(known, coordinator)
@@ -305,7 +342,7 @@ class _Peer:
         self._socket.connect(address)
         self._encoder = msgspec.msgpack.Encoder()
 
-    def send(self, message: EngineMessage | EngineReport) -> bool:
+    def send(self, message: EngineMessage | EngineReport | CoordinatorNotice) -> bool:
         """Send without waiting; False when too many messages wait already."""
         try:
             self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)

@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -43,6 +44,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--incarnation", type=int, required=True)
     parser.add_argument("--num-api-servers", type=int, required=True)
     parser.add_argument("--coordinated", action="store_true")
+    parser.add_argument("--meeting", default="")
     parser.add_argument("--log-level", required=True)
     return parser.parse_args()
 
@@ -56,6 +58,8 @@ def _serve(link: ParentLink, arguments: argparse.Namespace) -> None:
 
     registry = load_plugins()
     config = decode_config((arguments.run_directory / CONFIG_FILE).read_bytes(), registry)
+    if arguments.meeting:
+        config = replace(config, parallel=replace(config.parallel, data_parallel_address=arguments.meeting))
     built = build_engine(config, registry, dp_rank=arguments.engine)
     loop = EngineLoop(
         built.core,
@@ -64,6 +68,7 @@ def _serve(link: ParentLink, arguments: argparse.Namespace) -> None:
         incarnation=arguments.incarnation,
         num_api_servers=arguments.num_api_servers,
         coordinated=arguments.coordinated,
+        lockstep=config.parallel.lockstep,
     )
     orders = msgspec.msgpack.Decoder(EngineOrder)
     link.on_message(lambda message: loop.order(orders.decode(message)))

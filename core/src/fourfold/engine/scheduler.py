@@ -144,6 +144,13 @@ class Scheduler:
         self._next_step += 1
         return batch
 
+    def idle(self) -> Batch:
+        """A step of nothing, for engines that step together with others."""
+        batch = Batch(StepMessage(step=self._next_step, ended=list(self._ended)), [])
+        self._ended.clear()
+        self._next_step += 1
+        return batch
+
     def _may_continue(self, request: Request) -> bool:
         """Whether a token is left to compute, which it is not when the steps in the air bring the last one, and its
         value will be where it is needed: in a pipeline the stages that sample it and take it in are far apart.

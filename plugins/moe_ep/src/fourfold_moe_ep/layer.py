@@ -33,6 +33,7 @@ class ExpertParallelLayer:
         self._held = self._spread.hold(self._experts, mixture, context)
         self._shared = SharedExperts(context, mixture) if mixture.shared_intermediate_size else None
         self._communicator = context.communicator
+        self._spread.join(self)
         self.backends = {
             "experts": chosen,
             "expert_placement": self._spread.placement,
@@ -72,11 +73,14 @@ class ExpertParallelLayer:
         mine = x[own]
         ids, weights = self._router(mine)
         wire.dispatch_send(mine, self._held.choose(ids), weights, sizes=sizes)
-        shared = None if self._shared is None else self._shared(x)
+        shared = None if self._shared is None or not len(x) else self._shared(x)
         arrived = wire.dispatch_receive()
         wire.combine_send(self._experts(arrived.x, self._spread.slots(arrived.ids), arrived.weights))
         out = wire.combine_receive()
+        if not len(x):  # others needed experts of this rank
+            return x
         if shared is None:
-            return out if self._communicator is None else self._communicator.all_gather(out, sizes=sizes)
+            gathered = self._spread.tensor_sizes(len(x))
+            return out if self._communicator is None else self._communicator.all_gather(out, sizes=gathered)
         shared[own] += out
         return shared if self._communicator is None else self._communicator.all_reduce(shared)

@@ -13,16 +13,18 @@ from fourfold.errors import ConfigError
 from fourfold.layers.partition import cut_evenly
 from fourfold.models.backends import build_backend
 from fourfold.selection import AUTO, select
+from fourfold_moe_ep.ballot import Ballot
 from fourfold_moe_ep.expert_copies import first_map
 from fourfold_moe_ep.held_experts import HeldExperts
 from fourfold_moe_ep.rebalancing import Rebalancing
 from fourfold_moe_ep.settings import settings_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from fourfold.contracts.communicator import Communicator
     from fourfold.contracts.mixture import AllToAll, Experts
+    from fourfold.contracts.step_part import StepVote
     from fourfold.entries import ParallelLayerContext
     from fourfold.models.description import MixtureDescription
     from fourfold.plugins import PluginRegistry
@@ -37,6 +39,8 @@ class _Group:
     rank: int
     world_size: int
     communicator: Communicator | None
+    host: Communicator | None
+    """Moves what is on the CPU."""
 
 
 class ExpertSpread:
@@ -63,6 +67,13 @@ class ExpertSpread:
         slots[self.local] = torch.arange(len(self.local), dtype=torch.int32)
         self._slots = slots.to(context.device)
         self.all_to_all, self.wire = self._connect(context, mixture, registry, group)
+        self._ballot: Ballot | None = None
+        if group.host is not None and self.world_size > self._tensor_ranks:
+            self._ballot = Ballot(group.host, self._tensor_ranks)
+        self._tokens: list[int] | None = None
+        """Of each engine in the present step, where several make it together."""
+        self._layers: list[Callable[[torch.Tensor], torch.Tensor]] = []
+        self._no_tokens = torch.empty(0, context.in_features, dtype=context.dtype, device=context.device)
         self._settings = settings_of(context.config)
         self._held: list[HeldExperts] = []
         self._rebalancing: Rebalancing | None = None
@@ -91,8 +102,23 @@ class ExpertSpread:
         self._held.append(held)
         return held
 
-    def end_step(self) -> None:
+    def join(self, layer: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Add the next layer, for steps in which this rank only serves others."""
+        self._layers.append(layer)
+
+    def begin_step(self, num_tokens: int, vote: StepVote) -> StepVote:
         """See ``fourfold.contracts.step_part.StepPart``."""
+        if self._ballot is None:
+            return vote
+        outcome = self._ballot.hold(num_tokens, vote)
+        self._tokens = outcome.tokens
+        if not num_tokens and any(outcome.tokens):
+            for layer in self._layers:
+                layer(self._no_tokens)
+        return outcome.vote
+
+    def end_step(self) -> None:
+        """See StepPart."""
         if self._rebalancing is not None:
             self._rebalancing.end_step()
 
@@ -114,9 +140,15 @@ class ExpertSpread:
         own = cut_evenly(num_tokens, self._tensor_rank, self._tensor_ranks)
         return slice(own.start, own.stop)
 
-    def sizes(self, num_tokens: int) -> list[int]:
-        """Tokens that each rank of the group sends off."""
+    def tensor_sizes(self, num_tokens: int) -> list[int]:
+        """Of these tokens, how many each tensor-parallel rank sends off."""
         return [len(cut_evenly(num_tokens, rank, self._tensor_ranks)) for rank in range(self._tensor_ranks)]
+
+    def sizes(self, num_tokens: int) -> list[int]:
+        """Tokens that each rank of the group sends off, of which this rank's engine has ``num_tokens``."""
+        if self._tokens is None:
+            return self.tensor_sizes(num_tokens)
+        return [size for tokens in self._tokens for size in self.tensor_sizes(tokens)]
 
     def _connect(
         self, context: ParallelLayerContext, mixture: MixtureDescription, registry: PluginRegistry, group: _Group
@@ -154,5 +186,10 @@ def spread_of(context: ParallelLayerContext, mixture: MixtureDescription) -> Exp
 def _group_of(context: ParallelLayerContext) -> _Group:
     group = context.expert_group
     if group is None:
-        return _Group(rank=context.rank, world_size=context.world_size, communicator=context.communicator)
-    return _Group(rank=group.rank, world_size=group.world_size, communicator=group.communicator)
+        return _Group(rank=context.rank, world_size=context.world_size, communicator=context.communicator, host=None)
+    return _Group(
+        rank=group.rank,
+        world_size=group.world_size,
+        communicator=group.communicator,
+        host=group.host or group.communicator,
+    )
