@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,14 +19,14 @@ TOGETHER = ["--data-parallel-size", "2", "--enable-expert-parallel", "--num-bloc
 
 @pytest.fixture(scope="module")
 def tiny_mixture(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with three experts in place of a feed-forward."""
+    """The tiny model with five experts in place of a feed-forward."""
     folder = tmp_path_factory.mktemp("models") / "tiny-mixture"
     shutil.copytree(tiny_model, folder)
     config = json.loads((folder / "config.json").read_text())
     config |= {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
-        "num_local_experts": 3,
+        "num_local_experts": 5,
         "num_experts_per_tok": 2,
     }
     (folder / "config.json").write_text(json.dumps(config))
@@ -96,3 +97,26 @@ def test_the_engines_restart_together_and_the_request_goes_on(start: Start, tiny
     after = {name: state["pid"] for name, state in server.states().items() if name.startswith("engine_core DP")}
     assert not set(before.values()) & set(after.values())
     assert complete(server, 1, "Once upon a time", tokens=200) == expected
+
+
+LAYOUTS = {
+    "tp 2": ["--tensor-parallel-size", "2"],
+    "pp 2": ["--pipeline-parallel-size", "2", "--all-to-all", "all_to_all_single"],
+    "tp 2, pp 2": ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"],
+    "over tcp": ["--comm", "gloo"],
+    "three replicas": ["--data-parallel-size", "3", "--all-to-all", "allgather_reducescatter"],
+    "experts that move": ["--moe-ep-redundant-experts", "1", "--moe-ep-rebalance-interval", "4"],
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_answers_alike(start: Start, tiny_mixture: Path, layout: str) -> None:
+    alone = start(model=tiny_mixture)
+    prompts = [f"Once upon a time there were {count}" for count in range(6)]
+    expected = [complete(alone, None, prompt, tokens=20) for prompt in prompts]
+    alone.kill()
+    server = start(*TOGETHER, *LAYOUTS[layout], model=tiny_mixture)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        for _ in range(3):
+            assert list(pool.map(lambda prompt: complete(server, None, prompt, tokens=20), prompts)) == expected

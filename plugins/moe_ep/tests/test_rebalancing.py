@@ -1,10 +1,6 @@
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +8,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from fourfold.testing import mixture_cases as cases
 from fourfold.testing.communicator_cases import connected
 from fourfold.testing.rank_process import Rank
 from fourfold.testing.ranks import RankPool
@@ -24,27 +21,13 @@ Pool = Callable[[int], RankPool]
 NUM_LAYERS = 3
 
 
-def layers_module() -> Any:
-    """``test_layer.py``: its layers, also on ranks, where test files are no modules."""
-    name = "_layers_of_test_layer"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / "test_layer.py")
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
 def build(communicator: Any, all_to_all: str, *, interval: int = 1000, gain: float = 0.05) -> list[ExpertParallelLayer]:
     """Layers over one spread, loaded alike; three redundant experts."""
-    kit = layers_module()
-    context = kit.layer_context(kit.MIXTURE, communicator, all_to_all=all_to_all, redundant=3)
     settings = ExpertParallelSettings(redundant_experts=3, rebalance_interval=interval, rebalance_gain=gain)
-    context = replace(context, config=replace(context.config, plugins={"moe-ep": settings}))
+    context = cases.layer_context(cases.PLAIN, communicator, plugins={"moe-ep": settings}, all_to_all=all_to_all)
     layers = [ExpertParallelLayer(context) for _ in range(NUM_LAYERS)]
     for layer in layers:
-        kit.fill(layer, kit.MIXTURE)
+        cases.fill(layer, cases.PLAIN)
     return layers
 
 
@@ -56,9 +39,9 @@ def random_map(generator: np.random.Generator) -> NDArray[np.int32]:
 
 def survives_maps(rank: Rank, all_to_all: str, num_maps: int) -> list[float]:
     """Change to random maps while tokens flow, and compare with the whole after every step."""
-    kit, generator = layers_module(), np.random.default_rng(3)
-    x = torch.randn(9, kit.HIDDEN, generator=torch.Generator().manual_seed(1))
-    expected = kit.whole(kit.MIXTURE, x)
+    generator = np.random.default_rng(3)
+    x = torch.randn(9, cases.HIDDEN, generator=torch.Generator().manual_seed(1))
+    expected = cases.expected(cases.PLAIN, x)
     with connected(rank, "shm", "cpu") as communicator:
         layers = build(communicator, all_to_all)
         rebalancing = layers[0]._spread._rebalancing
@@ -85,8 +68,8 @@ def test_a_hundred_random_maps_change_no_output(rank_pool: Pool, all_to_all: str
 
 def cannot_read(rank: Rank) -> list[Any]:
     """Rank 1 cannot read an expert of the second layer: (maps that are as asked for, moves, failures)."""
-    kit, generator = layers_module(), np.random.default_rng(4)
-    x = torch.randn(5, kit.HIDDEN, generator=torch.Generator().manual_seed(1))
+    generator = np.random.default_rng(4)
+    x = torch.randn(5, cases.HIDDEN, generator=torch.Generator().manual_seed(1))
     with connected(rank, "shm", "cpu") as communicator:
         layers = build(communicator, "auto")
         rebalancing = layers[0]._spread._rebalancing
@@ -105,7 +88,7 @@ def cannot_read(rank: Rank) -> list[Any]:
         as_asked = [sorted(one._held.logical.tolist()) == sorted(row.tolist()) for one, row in zip(layers, maps)]
         assert layers[1]._held.logical.tolist() == before
         for layer in layers:
-            torch.testing.assert_close(layer(x), kit.whole(kit.MIXTURE, x), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(layer(x), cases.expected(cases.PLAIN, x), rtol=1e-5, atol=1e-5)
         return [as_asked[0], as_asked[2], rebalancing.counters["expert_move_failures"]]
 
 
@@ -115,16 +98,15 @@ def test_a_layer_that_cannot_move_stays_on_all_ranks(rank_pool: Pool) -> None:
 
 def rebalances(rank: Rank) -> list[float]:
     """Tokens of which most go to the same experts, until experts have moved."""
-    kit = layers_module()
     generator = torch.Generator().manual_seed(rank.rank)
     with connected(rank, "shm", "cpu") as communicator:
         layers = build(communicator, "shm", interval=5, gain=0.05)
-        favourite = kit.whole_weights(kit.MIXTURE)["router.weight"][0]
+        favourite = cases.whole_weights(cases.PLAIN)["router.weight"][0]
         rebalancing = layers[0]._spread._rebalancing
         assert rebalancing is not None
         seen = []
         for _ in range(20):
-            x = 0.4 * torch.randn(32, kit.HIDDEN, generator=generator) + favourite
+            x = 0.4 * torch.randn(32, cases.HIDDEN, generator=generator) + favourite
             for layer in layers:
                 layer(x)
             layers[0]._spread.end_step()

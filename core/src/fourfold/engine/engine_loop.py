@@ -136,8 +136,8 @@ class EngineLoop:
         """
         while True:
             self._take_orders()
-            if self._stopping:
-                return
+            if self._stopping and (self._wave is None or self._wave.epoch is None):
+                return  # in a wave, others would wait for this engine
             if self._failure is not None:
                 raise self._failure
             self._take_inputs()

@@ -21,6 +21,8 @@ pytest.register_assert_rewrite(
             "communicator_cases",
             "executor",
             "linear_method",
+            "mixture",
+            "mixture_cases",
             "operators",
         )
     )
