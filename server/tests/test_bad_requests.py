@@ -293,7 +293,8 @@ def test_unknown_routes_and_methods(server: Any) -> None:
 
 
 def test_an_engine_that_is_full_is_a_429(start_server: Any) -> None:
-    server = start_server(max_num_seqs=1, max_num_waiting=1)
+    # Slow steps: the refusal comes before the first token, also on a busy machine.
+    server = start_server(max_num_seqs=1, max_num_waiting=1, step_seconds=0.5)
     for fields in ({}, {"stream": True}):
         reply = server.complete(n=3, **fields)
         error = refused(reply, 429)

@@ -192,6 +192,7 @@ def refuses(rank: Rank, name: str, device: str) -> list[str]:
     where, found = place(rank, device), []
     with stages(rank, name, device, 1) as parallel:
         ends = transport(parallel, where)
+        parallel.pp.barrier()  # or one rank is done and gone before the other has opened its end
         long, short = torch.zeros(MAX_TOKENS + 1, WIDTH, device=where), torch.zeros(2, WIDTH, device=where)
         calls: list[Callable[[], object]]
         if rank.rank == 0:
