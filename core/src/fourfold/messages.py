@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from fourfold.contracts.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from fourfold.contracts.step_part import StepVote
 from fourfold.sampling_params import SamplingParams
+
+WEIGHTS: Final = "weights"
+KV_CACHE: Final = "kv_cache"
+TAGS: Final = (WEIGHTS, KV_CACHE)
+"""What sleeps and wakes up."""
 
 
 class FinishReason(StrEnum):
@@ -135,10 +140,18 @@ class EngineStats(msgspec.Struct, kw_only=True):
     last. None: as it was told before.
     """
 
+    asleep: tuple[str, ...] = ()
+    """Which of ``TAGS`` are; while any is, no request is taken."""
+    sleep_changes: int = 0
+    """How often ``asleep`` has changed."""
+
     @property
     def version(self) -> int:
-        """Grows with every request and every step, so that of two reports of one incarnation the later one is known."""
-        return self.num_steps + 2 * self.requests_finished + self.num_running + self.num_waiting
+        """Grows with every request, every step and every sleep, so that of two reports of one incarnation the later one
+        is known.
+        """
+        requests = 2 * self.requests_finished + self.num_running + self.num_waiting
+        return self.num_steps + requests + self.sleep_changes
 
 
 class StageInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,6 +210,8 @@ class UtilityReply(msgspec.Struct, frozen=True, kw_only=True, tag="utility_reply
     call_id: int
     result: Any = None
     error: str | None = None
+    error_status: int = 500
+    """With ``error``: the HTTP status that says whose fault it is."""
 
 
 # --- engine core -> coordinator -> API servers -------------------------------------------------------------------

@@ -22,6 +22,7 @@ HUGE_PAGE: Final = 2 << 20
 _REGION: Final = 1 << 40
 """Bytes between the beginnings of two ranks' parts: more than any has, and nothing where nothing was written."""
 _MADV_COLLAPSE: Final = 25  # Linux 6.1
+_MADV_REMOVE: Final = 9
 _NO_ACCESS: Final = 0
 _MAP_FIXED: Final = 0x10
 
@@ -65,9 +66,7 @@ class SharedRegion:
         address = _map(self._descriptor, offset, length)
         memory = (ctypes.c_char * length).from_address(address)
         weakref.finalize(memory, _libc().munmap, address, length)
-        for start in range(0, length, HUGE_PAGE):
-            memory[start]  # a page must be there before it can become a huge one
-        _libc().madvise(address, length, _MADV_COLLAPSE)  # small pages work too
+        take_huge_pages(memory)
         return memory
 
     @contextlib.contextmanager
@@ -78,6 +77,19 @@ class SharedRegion:
             yield
         finally:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+
+def take_huge_pages(memory: ctypes.Array[ctypes.c_char]) -> None:
+    """Have pages for all of ``memory``, huge ones where the kernel has them; what is there stays."""
+    for start in range(0, len(memory), HUGE_PAGE):
+        memory[start]  # a page must be there before it can become a huge one
+    _libc().madvise(ctypes.addressof(memory), len(memory), _MADV_COLLAPSE)  # small pages work too
+
+
+def free_pages(memory: ctypes.Array[ctypes.c_char]) -> None:
+    """Give the pages of ``memory`` back: it reads as zero then, in every process that maps it."""
+    if _libc().madvise(ctypes.addressof(memory), len(memory), _MADV_REMOVE):
+        raise EngineError(f"cannot give shared memory back: {os.strerror(ctypes.get_errno())}")
 
 
 def shared_region(rank: int) -> SharedRegion | None:

@@ -401,6 +401,55 @@ def test_only_an_engine_with_requests_can_stall(run_directory: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_operations_are_made_in_step_on_all_engines(run_directory: Path) -> None:
+    async def scenario() -> None:
+        async with started_client(run_directory, num_engines=2) as client:
+            with FakeEngine(run_directory, count_up) as first:
+                await until(lambda: client.engine_states[0] is EngineState.READY, "engine 0 ready")
+                with pytest.raises(RequestError, match="engine 1 is starting") as starting:
+                    await client.call_all([("halt", {})], timeout=5)
+                assert (starting.value.status, first.operations) == (409, [])
+                with FakeEngine(run_directory, count_up, engine=1) as second:
+                    await ready(client)
+                    second.refusals["sleep"] = "not now"
+                    with pytest.raises(RequestError, match="engine 1: not now") as refused:
+                        await client.call_all([("halt", {}), ("sleep", {"level": 1}), ("wake_up", {})], timeout=5)
+                    assert refused.value.status == 400
+                    # The next call comes when all have answered the one before, and not after a refusal.
+                    assert first.operations == second.operations == [("halt", {}), ("sleep", {"level": 1})]
+                    assert client.engine_states == [EngineState.ASLEEP, EngineState.READY]
+                    second.stop("boom")
+                    await until(lambda: client.engine_states[1] is EngineState.DEAD, "engine 1 dead")
+                await client.call_all([("wake_up", {})], timeout=5)  # who starts the dead one again tells it
+                assert client.engine_states[0] is EngineState.READY
+                client.mark_dead(0, "gone")
+                with pytest.raises(RequestError, match="no engine is up"):
+                    await client.call_all([("halt", {})], timeout=5)
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_sleeps_gets_no_requests_and_keeps_what_it_has(run_directory: Path) -> None:
+    async def scenario() -> None:
+        async with started_client(run_directory) as client:
+            with FakeEngine(run_directory, count_up) as engine:
+                await ready(client)
+                engine.pause()
+                reader = asyncio.create_task(read(client, request()))
+                await until(lambda: bool(engine.added), "the request to arrive")
+                await client.call_all([("sleep", {"level": 1})], timeout=5)
+                with pytest.raises(RequestError, match="no engine is ready: engine 0 is asleep") as refused:
+                    client.submit(request("other"))
+                assert refused.value.status == 503
+                assert client.stalled(0.0) is None
+                await client.call_all([("wake_up", {})], timeout=5)
+                engine.resume()
+                token_ids, _ = await within(reader)
+                assert token_ids == [10, 11, 12, 13]
+
+    asyncio.run(scenario())
+
+
 def test_all_requests_can_be_failed(run_directory: Path) -> None:
     async def scenario() -> None:
         async with started_client(run_directory) as client:

@@ -107,6 +107,8 @@ class ToyClient:
         self.failing: dict[str, str] = {}
         """request id -> the error that its next sampled token brings."""
         self.step_error: Exception | None = None
+        self.operations: list[str] = []
+        self.operation_error: Exception | None = None
         self.widest_overlap = 0
         """Most steps in the air that named one request."""
         self.shut_down = False
@@ -124,6 +126,29 @@ class ToyClient:
 
     def shutdown(self) -> None:
         self.shut_down = True
+
+    def sleep(self, level: int) -> None:
+        self._operate(f"sleep {level}")
+        self._cells.clear()
+
+    def wake_up(self, tags: Sequence[str], *, complete: bool) -> None:
+        self._operate(f"wake_up {','.join(tags)}{' complete' if complete else ''}")
+
+    def check_weights(self, model: str) -> None:
+        self.operations.append(f"check {model}")
+
+    def discard_weights(self) -> None:
+        self._operate("discard")
+        self._cells.clear()
+
+    def load_weights(self, model: str) -> None:
+        self._operate(f"load {model}")
+
+    def _operate(self, what: str) -> None:
+        assert not self._sent, "a step is in the air"
+        self.operations.append(what)
+        if self.operation_error is not None:
+            raise self.operation_error
 
     def stage_busy_seconds(self) -> Future[list[float]]:
         future: Future[list[float]] = Future()

@@ -12,6 +12,8 @@ import pytest
 import zmq
 
 from fourfold.engine.engine_loop import EngineLoop
+from fourfold.engine.operations import OPERATIONS
+from fourfold.errors import CheckpointError, RequestError
 from fourfold.messages import (
     AbortRequests,
     AddRequest,
@@ -42,6 +44,7 @@ class FakeCore:
         self.aborted: list[str] = []
         self.step_error: Exception | None = None
         self.caches_reset = 0
+        self.in_the_air: list[Mapping[int, list[RequestOutput]]] = []
 
     @property
     def has_work(self) -> bool:
@@ -83,6 +86,17 @@ class FakeCore:
             if ended:
                 del self.left[name]
         return outputs
+
+    def settle(self) -> Iterator[Mapping[int, list[RequestOutput]]]:
+        while self.in_the_air:
+            yield self.in_the_air.pop(0)
+
+    def wake_up(self, tags: list[str]) -> None:
+        if tags:
+            raise RequestError(f"no tag {tags[0]!r}")
+
+    def check_weights(self, model: str) -> None:
+        raise CheckpointError(f"no model called {model!r}")
 
     def reset_prefix_cache(self, **arguments: Any) -> str:
         if arguments:
@@ -207,21 +221,34 @@ def test_unreadable_inputs_are_dropped(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "arguments", "result", "error"),
+    ("method", "arguments", "result", "error", "status"),
     [
-        ("reset_prefix_cache", {}, "reset", None),
-        ("reset_prefix_cache", {"x": 1}, None, "TypeError: no arguments"),
-        ("shutdown", {}, None, "no utility called 'shutdown'; there are: reset_prefix_cache"),
+        ("reset_prefix_cache", {}, "reset", None, 500),
+        ("reset_prefix_cache", {"x": 1}, None, "TypeError: no arguments", 500),
+        ("wake_up", {"tags": []}, None, None, 500),
+        ("wake_up", {"tags": ["x"]}, None, "no tag 'x'", 400),
+        ("check_weights", {"model": "x"}, None, "no model called 'x'", 400),
+        ("shutdown", {}, None, f"no utility called 'shutdown'; there are: {', '.join(sorted(OPERATIONS))}", 500),
     ],
 )
 def test_utilities_are_answered(
-    harness: Harness, method: str, arguments: dict[str, Any], result: Any, error: str | None
+    harness: Harness, method: str, arguments: dict[str, Any], result: Any, error: str | None, status: int
 ) -> None:
     harness.send(CallUtility(client=1, call_id=5, method=method, arguments=arguments))
     message = harness.receive(1)
     while isinstance(message, EngineOutputs):
         message = harness.receive(1)
-    assert message == UtilityReply(engine=0, incarnation=7, call_id=5, result=result, error=error)
+    assert message == UtilityReply(engine=0, incarnation=7, call_id=5, result=result, error=error, error_status=status)
+
+
+def test_an_operation_waits_for_the_steps_in_the_air(harness: Harness) -> None:
+    harness.core.in_the_air = [{0: [RequestOutput(request_id=name, token_ids=[1])]} for name in "ab"]
+    harness.send(CallUtility(client=0, call_id=5, method="wake_up", arguments={"tags": []}))
+    assert [output.request_id for output in harness.outputs(0, 2)] == ["a", "b"]
+    message = harness.receive(0)
+    while isinstance(message, EngineOutputs):
+        message = harness.receive(0)
+    assert isinstance(message, UtilityReply)
 
 
 def test_an_error_of_a_step_comes_out(harness: Harness) -> None:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fourfold.errors import CheckpointError, ConfigError
+from fourfold.models.deepseek_family import describe_deepseek
 from fourfold.models.layer_costs import stage_costs, stage_memory
 from fourfold.models.mixture_families import describe_qwen_moe
 
@@ -150,6 +151,43 @@ def test_what_cannot_be_honoured_is_refused(change: dict[str, Any], message: str
     values = {**SMALL, **EXPERTS, "num_experts": 8, "architectures": ["Qwen3MoeForCausalLM"]}
     with pytest.raises(ConfigError, match=message):
         describe_qwen_moe({**values, **change})
+
+
+DEEPSEEK: dict[str, Any] = {**SMALL, **LATENT, **GROUPS}
+
+
+@pytest.mark.parametrize(
+    ("version", "change", "message"),
+    [
+        (3, {"scoring_func": "softmax"}, "scoring_func: 'softmax', which DeepseekV3ForCausalLM has not"),
+        (2, {"topk_method": "noaux_tc"}, "topk_method: 'noaux_tc', which DeepSeek V2 has not"),
+        (2, {"norm_topk_prob": True}, "norm_topk_prob: true; no DeepSeek V2 was trained so"),
+        (2, {"mlp_bias": True}, "mlp_bias: true; DeepSeek's feed-forward has no biases here"),
+        (3, {"moe_layer_freq": 2}, "moe_layer_freq: 2; 1 is supported"),
+        (3, {"n_group": 3}, "8 experts, n_group 3, topk_group 2 and num_experts_per_tok 3; equal groups of 2 or more"),
+        (3, {"topk_group": 5}, "n_group 4, topk_group 5"),
+        (3, {"topk_group": 1}, "topk_group 1 and num_experts_per_tok 3; .* enough of them for a token's experts"),
+        (3, {"kv_lora_rank": None}, "config.json has no kv_lora_rank; add it"),
+    ],
+)
+def test_deepseek_refuses_what_it_cannot_honour(version: int, change: dict[str, Any], message: str) -> None:
+    architecture = {"architectures": [f"DeepseekV{version}ForCausalLM"]}
+    with pytest.raises(ConfigError, match=message):
+        describe_deepseek({**DEEPSEEK, **architecture, **change})
+
+
+def test_layers_that_draft_tokens_are_passed_over(
+    save_random: SaveRandom, load_decoder: Callable[..., Any], paged: Any
+) -> None:
+    folder, _ = save_random("DeepseekV3", **DEEPSEEK, num_nextn_predict_layers=1)
+    expected = paged(load_decoder(folder)).step({0: prompt(9)})
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    save_file({**tensors, "model.layers.3.eh_proj.weight": torch.zeros(2)}, file)
+    assert torch.equal(paged(load_decoder(folder)).step({0: prompt(9)}), expected)
+    save_file({**tensors, "model.layers.4.eh_proj.weight": torch.zeros(2)}, file)
+    with pytest.raises(CheckpointError, match=r"holds model\.layers\.4\.eh_proj\.weight"):
+        load_decoder(folder)
 
 
 def test_costs_count_a_tokens_experts_and_memory_counts_all() -> None:

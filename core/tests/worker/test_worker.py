@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import shutil
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from fourfold.checkpoints.progress import NoProgress
-from fourfold.checkpoints.resolve import resolve_checkpoint
+from fourfold.checkpoints.resolve import Checkpoint, resolve_checkpoint
 from fourfold.config.backend_config import BackendConfig
 from fourfold.config.cache_config import CacheConfig
 from fourfold.config.engine_config import EngineConfig
@@ -19,7 +23,7 @@ from fourfold.config.model_config import ModelConfig
 from fourfold.config.scheduler_config import SchedulerConfig
 from fourfold.contracts.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from fourfold.entries import WorkerContext
-from fourfold.errors import EngineError
+from fourfold.errors import CheckpointError, EngineError
 from fourfold.messages import InitializeCache, StepMessage, StepOutput, WorkerInfo
 from fourfold.plugins import load_plugins
 from fourfold.sampling_params import SamplingParams
@@ -184,3 +188,69 @@ def test_shutdown_of_a_worker_that_never_loaded(times: int) -> None:
         worker.shutdown()
     with pytest.raises(EngineError, match="or after shutdown"):
         worker.warm_up()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_it_wakes_up_as_it_fell_asleep(served, driver, level: int) -> None:
+    worker, storages = served.worker, _weight_storages(served.worker)
+    prompt, _, expected = GOLDEN["G1"]
+    held = sum(storage.nbytes() for storage in storages)
+    worker.sleep(level)
+    left = sum(storage.nbytes() for storage in storages)
+    assert left == (held if level == 1 else 0)
+    assert not worker._runner._caches.tensors
+    worker.wake_up(["weights"], False)
+    assert sum(storage.nbytes() for storage in storages) == held
+    worker.wake_up(["kv_cache"], True)
+    driver.add(0, _encode(served, prompt))
+    assert driver.generate([0], len(expected))[0] == expected
+
+
+def test_weights_are_replaced_in_place_or_not_at_all(served, driver, tmp_path) -> None:
+    worker = served.worker
+    checkpoint = worker._loaded.weights.checkpoint
+    prompt, _, expected = GOLDEN["G1"]
+    other = tmp_path / "other"
+    _copy_with(checkpoint, other, lambda name, tensor: -tensor if "layers.3.mlp.down" in name else tensor)
+    worker.check_weights(str(other))
+    worker.discard_weights()
+    worker.load_weights(str(other))
+    driver.add(0, _encode(served, prompt))
+    assert driver.generate([0], len(expected))[0] != expected
+
+    worker.sleep(2)  # what is read again is the other one
+    worker.wake_up(["weights", "kv_cache"], True)
+    for change, message in (
+        (lambda name, tensor: tensor[:-1] if "layers.7.mlp.up" in name else tensor, r"layers\.7\.mlp\.up_proj.*shape"),
+        (lambda name, tensor: None if "layers.9.input_layernorm" in name else tensor, r"lacks .*layers\.9\.input_l"),
+    ):
+        wrong = tmp_path / "wrong"
+        _copy_with(checkpoint, wrong, change)
+        with pytest.raises(CheckpointError, match=message):
+            worker.check_weights(str(wrong))
+        shutil.rmtree(wrong)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "rope_theta": 5.0}))
+    with pytest.raises(CheckpointError, match="is of another model: its rotaries is"):
+        worker.check_weights(str(other))
+
+    worker.discard_weights()
+    worker.load_weights(str(checkpoint.folder))
+    driver.add(1, _encode(served, prompt))
+    assert driver.generate([1], len(expected))[1] == expected
+
+
+def _weight_storages(worker: Worker) -> list[torch.UntypedStorage]:
+    return [weight.untyped_storage() for weight in worker._loaded.weights._method._weights]
+
+
+def _copy_with(
+    checkpoint: Checkpoint, target: Path, change: Callable[[str, torch.Tensor], torch.Tensor | None]
+) -> None:
+    """A checkpoint with other tensors; None leaves one out."""
+    target.mkdir()
+    shutil.copy(checkpoint.folder / "config.json", target)
+    with checkpoint.format.open(checkpoint.folder) as reader:
+        changed = {name: change(name, reader.tensor(name)[:].clone()) for name in reader.names()}
+    kept = {name: tensor.contiguous() for name, tensor in changed.items() if tensor is not None}
+    save_file(kept, target / "model.safetensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from dataclasses import replace
 
@@ -138,3 +139,33 @@ def test_replicas_share_one_copy_and_refuse_another(compute_context, monkeypatch
         weight = elsewhere.create(77, 140, bias=False, dtype=torch.bfloat16)
         elsewhere.load_shard(weight, changed, first_row=0)
         assert torch.equal(weight.dense()[:100], changed)
+
+
+def test_replicas_change_their_common_copy_together(compute_context, monkeypatch):
+    with closing(SharedMemory()) as memory:
+        monkeypatch.setenv(VARIABLE, memory.environment[VARIABLE])
+        descriptor = int(memory.environment[VARIABLE].rsplit("/", 1)[1])
+        first, second = torch.randn(2, 3000, 1000).bfloat16()
+        methods = [PackedLinearMethod(compute_context) for _ in range(2)]
+        weights = [method.create(1000, 3000, bias=False, dtype=torch.bfloat16) for method in methods]
+
+        def load(dense):
+            for method, weight in zip(methods, weights, strict=True):
+                method.load_shard(weight, dense, first_row=0)
+                assert torch.equal(weight.dense(), dense)
+
+        load(first)
+        for method in methods:
+            method.discard_weights()
+        load(second)
+        for method in methods:
+            method.release_weights(keep=True)
+            method.restore_weights()
+        assert torch.equal(weights[0].dense(), second)
+        held = os.fstat(descriptor).st_blocks
+        for method in methods:
+            method.release_weights(keep=False)
+        assert os.fstat(descriptor).st_blocks < held / 4
+        for method in methods:
+            method.restore_weights()
+        load(first)

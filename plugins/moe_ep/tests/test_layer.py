@@ -1,90 +1,85 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from fourfold.config.engine_config import EngineConfig
 from fourfold.config.parallel_config import ParallelConfig
-from fourfold.errors import ConfigError
+from fourfold.models.description import MixtureDescription
 from fourfold.plugins import load_plugins
 from fourfold.selection import select
-from fourfold.testing import mixture_cases as cases
-from fourfold.testing.communicator_cases import connected
-from fourfold.testing.mixture import MoEConformance
+from fourfold.testing import moe_cases as cases
+from fourfold.testing.moe import MoEConformance
 from fourfold.testing.rank_process import Rank
 from fourfold.testing.ranks import RankPool
-from fourfold_moe_ep.layer import ExpertParallelLayer
 from fourfold_moe_ep.settings import ExpertParallelSettings
 
 Pool = Callable[[int], RankPool]
+MIXTURE = MixtureDescription(num_experts=7, top_k=3, intermediate_size=24)
 
 
 class TestSums(MoEConformance):
     name = "ep"
-    communicator = "shm"
+    comm = "shm"
 
 
 class TestSlots(MoEConformance):
     name = "ep"
-    communicator = "shm"
+    comm = "shm"
     backends = {"all_to_all": "shm"}
+    world_sizes = (2, 3)
 
 
 class TestGathered(MoEConformance):
     name = "ep"
-    communicator = "gloo"
+    comm = "gloo"
     backends = {"all_to_all": "allgather_reducescatter"}
+    world_sizes = (2,)
 
 
-class TestExchangedOfThree(MoEConformance):
+class TestExchanged(MoEConformance):
     name = "ep"
-    communicator = "shm"
-    world_size = 3
+    comm = "shm"
     backends = {"all_to_all": "all_to_all_single", "expert_placement": "round-robin"}
+    world_sizes = (2, 3)
 
 
-def neighbours_apart(rank: Rank) -> list[int]:
-    return cases.agrees(rank, "ep", "shm", "plain", {"expert_placement": "round-robin"})
+def experts_read(rank: Rank, redundant: int, **backends: Any) -> list[int]:
+    """Which of seven experts a rank reads, once it is known to compute what it should."""
+    given = {**backends, "parallel_layer": "moe=ep", "comm": "shm"}
+    settings = {"moe-ep": ExpertParallelSettings(redundant_experts=redundant)}
+    tensors = cases.random_tensors(MIXTURE, seed=1)
+    with cases.grouped(rank, given) as group:
+        context = cases.context_of(group, given, MIXTURE, plugins=settings)
+        layer, slices = cases.build_from(context, given, tensors)
+        for count in (1, 2, 30):
+            x = cases.torch.randn(count, cases.HIDDEN, generator=cases.torch.Generator().manual_seed(count))
+            cases.check(layer(x.clone()), cases.dense(MIXTURE, tensors, x))
+    return sorted({int(name.split(".")[1]) for name in slices if name.startswith("experts") and slices[name].num_read})
 
 
-def test_placements_say_who_reads_what(rank_pool: Pool) -> None:
-    assert rank_pool(3).run(neighbours_apart) == [[0, 3, 6], [1, 4], [2, 5]]
+def placed(rank: Rank, placement: str) -> list[int]:
+    return experts_read(rank, 0, expert_placement=placement)
+
+
+@pytest.mark.parametrize(
+    ("placement", "expected"),
+    [("linear", [[0, 1, 2], [3, 4], [5, 6]]), ("round-robin", [[0, 3, 6], [1, 4], [2, 5]])],
+)
+def test_placements_say_who_reads_what(rank_pool: Pool, placement: str, expected: list[list[int]]) -> None:
+    assert rank_pool(3).run(placed, placement) == expected
 
 
 def copied(rank: Rank, all_to_all: str) -> list[int]:
-    """Three redundant experts."""
-    settings = {"moe-ep": ExpertParallelSettings(redundant_experts=3)}
-    with connected(rank, "shm", "cpu") as communicator:
-        context = cases.layer_context(cases.PLAIN, communicator, plugins=settings, all_to_all=all_to_all)
-        layer = ExpertParallelLayer(context)
-        read = cases.fill(layer, cases.PLAIN)
-        cases.check(layer, cases.PLAIN)
-        return read
+    return experts_read(rank, 3, all_to_all=all_to_all)
 
 
 @pytest.mark.parametrize("all_to_all", ["auto", "shm"])
 def test_copies_of_experts_share_their_tokens(rank_pool: Pool, all_to_all: str) -> None:
     # physical experts 7, 8 and 9 are second copies of 0, 1 and 2
     assert rank_pool(2).run(copied, all_to_all) == [[0, 1, 2, 3, 4], [0, 1, 2, 5, 6]]
-
-
-def test_it_says_what_it_is_made_of() -> None:
-    layer = ExpertParallelLayer(cases.layer_context(cases.PLAIN))
-    assert layer.backends == {"experts": "loop", "expert_placement": "linear", "all_to_all": "none"}
-
-
-def refused(rank: Rank) -> str:
-    with connected(rank, "shm", "cpu") as communicator, pytest.raises(ConfigError) as error:
-        ExpertParallelLayer(cases.layer_context(replace(cases.PLAIN, num_experts=1, top_k=1), communicator))
-    return str(error.value)
-
-
-def test_fewer_experts_than_ranks_are_refused(rank_pool: Pool) -> None:
-    assert set(rank_pool(2).run(refused)) == {
-        "1 experts cannot be spread over 2 ranks; take fewer ranks, or --moe-ep-redundant-experts to copy experts"
-    }
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(False, "tp"), (True, "ep")])

@@ -8,13 +8,12 @@ from dataclasses import replace
 import torch
 
 from fourfold.contracts.step_part import StepVote
-from fourfold.distributed.group_coordinator import GroupCoordinator
-from fourfold.testing import mixture_cases as cases
+from fourfold.models.description import MixtureDescription
+from fourfold.testing import moe_cases as cases
 from fourfold.testing.communicator_cases import connected
 from fourfold.testing.rank_process import Rank
 from fourfold.testing.ranks import RankPool
 from fourfold_moe_ep.ballot import Ballot, Outcome
-from fourfold_moe_ep.layer import ExpertParallelLayer
 
 Pool = Callable[[int], RankPool]
 WORK = StepVote(has_work=True, may_pause=False)
@@ -38,23 +37,23 @@ def test_all_ranks_see_the_same_outcome(rank_pool: Pool) -> None:
 
 def steps_together(rank: Rank, all_to_all: str) -> list[bool]:
     """Two layers, through steps in which engines have many tokens, few, or none: whether anyone had work."""
-    description = cases.MIXTURES["shared"]
-    with connected(rank, "shm", "cpu") as communicator:
-        group = GroupCoordinator(name="ep", ranks=(0, 1), rank=rank.rank, communicator=communicator)
-        alone = cases.layer_context(description, all_to_all=all_to_all)
-        context = replace(alone, expert_group=group)
-        layers = [ExpertParallelLayer(context) for _ in range(2)]
-        for layer in layers:
-            cases.fill(layer, description)
+    backends = {"all_to_all": all_to_all, "parallel_layer": "moe=ep", "comm": "shm"}
+    mixture = MixtureDescription(**cases.MIXTURES[-1])
+    tensors = cases.random_tensors(mixture, seed=2)
+    with cases.grouped(rank, backends) as group:
+        context = cases.context_of(group, backends, mixture)
+        context = replace(context, rank=0, world_size=1, communicator=None)
+        layers = [cases.build_from(context, backends, tensors)[0] for _ in range(2)]
         (part,) = context.shared.values()
         found = []
         for seed, counts in enumerate(TOKENS):
             count = counts[rank.rank]
             found.append(part.begin_step(count, WORK if count else IDLE).has_work)
             if count:
-                x = cases.tokens(count, seed + 100 * rank.rank)
+                generator = torch.Generator().manual_seed(seed + 100 * rank.rank)
+                x = torch.randn(count, cases.HIDDEN, generator=generator)
                 for layer in layers:
-                    torch.testing.assert_close(layer(x), cases.expected(description, x), rtol=1e-5, atol=1e-5)
+                    cases.check(layer(x.clone()), cases.dense(mixture, tensors, x))
             part.end_step()
         return found
 

@@ -88,6 +88,7 @@ class ApiServer:
             topology=partial(read_topology, context.run_directory, config.parallel, self.client),
             restart_engine=context.restart_engine,
             shared_metrics=shared_metrics_folder(),
+            operation_timeout=config.timeouts.startup_timeout,
             stall_timeout=config.timeouts.stall_timeout,
         )
         self._requests = ActiveRequests(create_app(self.state, context.registry.routes()))

@@ -14,7 +14,7 @@ from starlette.responses import HTMLResponse, Response
 
 from fourfold.entries import RoutesEntry
 from fourfold.errors import EngineError, RequestError
-from fourfold_server.authentication import Authentication
+from fourfold_server.authentication import Authentication, LocalAdministration, is_loopback
 from fourfold_server.body_limit import BodyLimit
 from fourfold_server.documentation import ERROR_ANSWERS
 from fourfold_server.documentation_page import render_page
@@ -57,6 +57,8 @@ def _layers(state: ServerState) -> list[Middleware]:
     layers = [Middleware(RequestIdentity, metrics=state.metrics), Middleware(ErrorBoundary)]
     if state.config.api_key is not None:
         layers.append(Middleware(Authentication, api_key=state.config.api_key))
+    elif not is_loopback(state.config.host):
+        layers.append(Middleware(LocalAdministration))
     layers.append(Middleware(BodyLimit, max_bytes=state.config.max_body_bytes))
     return layers
 

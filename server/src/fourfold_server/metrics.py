@@ -130,6 +130,7 @@ _Reading = tuple[str, str, Callable[[EngineLink], float]]
 _GAUGES: tuple[_Reading, ...] = (
     ("engine_up", "1 when the engine takes requests.", lambda link: float(link.state is EngineState.READY)),
     ("engine_incarnation", "How often the engine was started.", lambda link: float(link.incarnation or 0)),
+    ("engine_asleep", "1 when the engine sleeps.", lambda link: float(bool(link.stats.asleep))),
     ("num_requests_running", "Requests in the batch.", lambda link: link.stats.num_running),
     ("num_requests_waiting", "Requests in the queue.", lambda link: link.stats.num_waiting),
     ("kv_cache_usage", "Share of KV-cache blocks in use, 0 to 1.", lambda link: link.stats.kv_cache_usage),

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from fourfold.contracts.load_balancer import EngineState
 from fourfold.errors import RequestError
+from fourfold_server.json_body import read_json_object
 from fourfold_server.replica_choice import check_rank
 from fourfold_server.state import ServerState
 
@@ -19,7 +24,49 @@ def admin_router(state: ServerState) -> APIRouter:
     async def restart_replica(rank: str) -> Response:
         return JSONResponse(_restart(state, rank), status_code=202)
 
+    @router.post("/admin/reset_prefix_cache", summary="Forget all cached prefixes")
+    async def reset_prefix_cache() -> Response:
+        await state.operations.reset_prefix_cache()
+        return JSONResponse({})
+
+    @router.post("/admin/sleep", summary="Give memory back: of the KV cache, and at level 2 of the weights too")
+    async def sleep(level: int = 1) -> Response:
+        await state.operations.sleep(level)
+        return JSONResponse(_sleeping(state))
+
+    @router.post("/admin/wake_up", summary="Take the memory again: all, or that of tags weights and kv_cache")
+    async def wake_up(tags: Annotated[list[str], Query()] = []) -> Response:  # noqa: B006 (FastAPI copies it)
+        await state.operations.wake_up(tags)
+        return JSONResponse(_sleeping(state))
+
+    @router.get("/admin/is_sleeping", summary="Whether memory was given back, and which")
+    async def is_sleeping() -> Response:
+        return JSONResponse(_sleeping(state))
+
+    @router.post("/admin/update_weights", summary="Go on with the weights of another checkpoint of the model")
+    async def update_weights(request: Request) -> Response:
+        body = await read_json_object(request, state)
+        model = read_text_fields(body.values, ("model",))["model"]
+        await state.operations.update_weights(model)
+        return JSONResponse({"model": model})
+
     return router
+
+
+def read_text_fields(body: dict[str, Any], names: Sequence[str]) -> dict[str, str]:
+    """The fields of a body that has exactly these, each a text that is not empty. Raises RequestError."""
+    for name in [*names, *body]:
+        value = body.get(name)
+        if name not in names:
+            raise RequestError(f"unknown field {name!r}; the fields are {', '.join(names)}", parameter=name)
+        if not isinstance(value, str) or not value.strip():
+            raise RequestError(f"{name} is {value!r:.100}; a text that is not empty", parameter=name)
+    return {name: body[name] for name in names}
+
+
+def _sleeping(state: ServerState) -> dict[str, Any]:
+    replicas = [{"rank": link.engine, "asleep": list(link.stats.asleep)} for link in state.client.links]
+    return {"is_sleeping": any(replica["asleep"] for replica in replicas), "replicas": replicas}
 
 
 def _restart(state: ServerState, value: str) -> dict[str, int | str]:

@@ -15,6 +15,7 @@ from fourfold.errors import RequestError
 from fourfold.text.served_model import ServedModel
 from fourfold_server.config import ServerConfig
 from fourfold_server.metrics import Metrics
+from fourfold_server.operations import Operations
 from fourfold_server.text_pool import TextPool
 
 
@@ -31,6 +32,8 @@ class ServerState:
     """Wishes a replica restarted once its requests have ended."""
     shared_metrics: Path | None = None
     """Where all API servers of the deployment keep their instruments; None: there is one."""
+    operation_timeout: float = 600.0
+    """Seconds that all engines may take for one step of an operation."""
     stall_timeout: float = 60.0
     """Seconds without a step, with requests running, after which /health fails."""
     model: ServedModel | None = None
@@ -41,12 +44,14 @@ class ServerState:
     """Unix seconds."""
     metrics: Metrics = field(init=False)
     text_pool: TextPool = field(init=False)
+    operations: Operations = field(init=False)
     body_timeouts: set[asyncio.Timeout] = field(default_factory=set)
     """Of the requests whose bodies are not whole yet."""
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.client, self.served_names[0], self.shared_metrics)
         self.text_pool = TextPool()
+        self.operations = Operations(self.client, timeout=self.operation_timeout)
 
     def start_draining(self) -> None:
         """Take no new requests, those whose bodies are not whole included. Twice is harmless."""

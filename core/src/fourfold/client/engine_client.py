@@ -7,10 +7,9 @@ nothing of it. All methods belong to the event loop of ``start``; other threads 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,15 @@ from fourfold.client.engine_link import LINGER_MILLISECONDS, EngineLink
 from fourfold.client.in_flight import InFlight, Receiver
 from fourfold.client.load_table import LoadTable
 from fourfold.client.request_stream import RequestStream
+from fourfold.client.utility_calls import UtilityCalls
 from fourfold.contracts.load_balancer import BalancedRequest, EngineLoads, EngineState, LoadBalancer
+from fourfold.engine.operations import Call
 from fourfold.engine.prefix_cache import prompt_marks, read_marks
-from fourfold.errors import EngineError, ExecutorFailed, RequestError
+from fourfold.errors import EngineError, RequestError
 from fourfold.messages import (
     AbortRequests,
     AddRequest,
     ApiServerInput,
-    CallUtility,
     EngineDead,
     EngineDraining,
     EngineFailed,
@@ -67,6 +67,7 @@ class EngineClient:
     ) -> None:
         """``coordinated``: a coordinator tells how engines stand of which nothing is heard directly."""
         self.api_index = api_index
+        self.run_directory = run_directory
         self._address = f"ipc://{run_directory}/api-{api_index}"
         self._balancer = balancer
         self._block_size = block_size
@@ -77,8 +78,7 @@ class EngineClient:
         self._coordinator = f"ipc://{run_directory}/coordinator" if coordinated else None
         self._decoder = msgspec.msgpack.Decoder(ApiServerInput)
         self._requests: dict[str, InFlight] = {}
-        self._utilities: dict[int, _Utility] = {}
-        self._call_ids = itertools.count()
+        self._utilities = UtilityCalls(api_index, self._links)
         self._socket: zmq.Socket[bytes] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
@@ -149,24 +149,17 @@ class EngineClient:
         for in_flight in requests.values():
             in_flight.fail(reason)
 
+    async def call_all(self, calls: Sequence[Call], *, timeout: float) -> None:
+        """See ``UtilityCalls.call_all``."""
+        await self._utilities.call_all(calls, timeout=timeout)
+
+    def check_all_up(self) -> None:
+        """Raise as ``call_all`` does where it would make no call at all."""
+        self._utilities.engines_up()
+
     async def call_utility(self, engine: int, method: str, **arguments: Any) -> Any:
-        """Call a named method of an engine core. Raises EngineError: refused, failed, dead, or no reply in time."""
-        link = self._links[engine]
-        if link.state is EngineState.DEAD:
-            raise ExecutorFailed(f"engine {engine} is dead: {link.reason}")
-        call_id = next(self._call_ids)
-        future = asyncio.get_running_loop().create_future()
-        self._utilities[call_id] = _Utility(engine, method, future)
-        try:
-            link.send(CallUtility(client=self.api_index, call_id=call_id, method=method, arguments=arguments))
-            async with asyncio.timeout(self._utility_timeout):
-                return await future
-        except TimeoutError as error:
-            raise EngineError(
-                f"no reply to {method!r} within {self._utility_timeout:g} s from engine {engine}"
-            ) from error
-        finally:
-            self._utilities.pop(call_id, None)
+        """See ``UtilityCalls.call``; with this client's timeout."""
+        return await self._utilities.call(engine, method, arguments, timeout=self._utility_timeout)
 
     # --- engines -----------------------------------------------------------------------------------------------
 
@@ -213,7 +206,7 @@ class EngineClient:
                 self.mark_ready(notice)
             case EngineDraining():
                 link = self._links[notice.engine]
-                if notice.incarnation == link.incarnation and link.state is EngineState.READY:
+                if notice.incarnation == link.incarnation and link.state in (EngineState.READY, EngineState.ASLEEP):
                     link.state = EngineState.DRAINING
             case EngineDead():
                 link = self._links[notice.engine]
@@ -239,8 +232,8 @@ class EngineClient:
             return
         self.set_incarnation(ready.engine, ready.incarnation)
         link.ready = ready
-        link.state = EngineState.READY
-        self._place_again([one for one in self._requests.values() if one.link is None])
+        link.state = link.awake_state
+        self._place_homeless()
 
     def mark_dead(self, engine: int, reason: str, *, planned: bool = False) -> None:
         """Let an engine's requests go on on others, from where they are; end its calls with an error.
@@ -251,11 +244,7 @@ class EngineClient:
         link = self._links[engine]
         link.state, link.reason, link.ready = EngineState.DEAD, reason, None
         link.close()
-        for utility in self._utilities.values():
-            if utility.engine == engine and not utility.future.done():
-                utility.future.set_exception(
-                    ExecutorFailed(f"engine {engine} died during {utility.method!r}: {reason}")
-                )
+        self._utilities.mourn(engine, reason)
         homeless = [one for one in self._requests.values() if one.link is link]
         message = f"engine {engine} failed: {reason}"
         if len(self._links) == 1:
@@ -266,6 +255,9 @@ class EngineClient:
         self._place_again([one for one in homeless if one not in suspects])
         if homeless:
             logger.warning("%s; %d of its requests go on elsewhere", message, len(homeless) - len(suspects))
+
+    def _place_homeless(self) -> None:
+        self._place_again([one for one in self._requests.values() if one.link is None])
 
     def _place_again(self, homeless: list[InFlight]) -> None:
         """Find another engine for each; without a ready one they wait for the next that gets ready."""
@@ -290,8 +282,11 @@ class EngineClient:
     def report(self, engine: int, incarnation: int, stats: EngineStats) -> None:
         """Take an engine's report, whichever way it came; ignore that of another incarnation and one that is older."""
         link = self._links[engine]
-        if incarnation != link.incarnation or link.state is EngineState.DEAD or not link.report(stats):
+        before = link.state
+        if incarnation != link.incarnation or before is EngineState.DEAD or not link.report(stats):
             return
+        if before is EngineState.ASLEEP and link.state is EngineState.READY:
+            self._place_homeless()
         if stats.prefix_marks is not None:
             self._balancer.learn_prefixes(engine, read_marks(stats.prefix_marks))
 
@@ -349,7 +344,7 @@ class EngineClient:
             case EngineFailed():
                 self.mark_dead(message.engine, message.message)
             case UtilityReply():
-                self._answer(message)
+                self._utilities.answer(message)
 
     def _hand_out(self, output: RequestOutput) -> None:
         in_flight = self._requests.get(output.request_id)
@@ -362,17 +357,6 @@ class EngineClient:
         if not in_flight.deliver(output):
             self.abort([output.request_id])
 
-    def _answer(self, reply: UtilityReply) -> None:
-        utility = self._utilities.get(reply.call_id)
-        if utility is None or utility.future.done():
-            return
-        if reply.error is None:
-            utility.future.set_result(reply.result)
-        else:
-            utility.future.set_exception(
-                EngineError(f"{utility.method!r} failed on engine {reply.engine}: {reply.error}")
-            )
-
     def _balanced(self, request: AddRequest) -> BalancedRequest:
         tokens, salt = request.prompt_token_ids, request.cache_salt
         return BalancedRequest(
@@ -380,14 +364,3 @@ class EngineClient:
             max_tokens=request.sampling.max_tokens or 0,
             read_marks=lambda: prompt_marks(tokens, self._block_size, salt),
         )
-
-
-class _Utility:
-    """A call that waits for its reply."""
-
-    __slots__ = ("engine", "future", "method")
-
-    def __init__(self, engine: int, method: str, future: asyncio.Future[Any]) -> None:
-        self.engine = engine
-        self.method = method
-        self.future = future

@@ -77,6 +77,11 @@ class EngineLink:
         self._table.set_state(self.engine, state)
 
     @property
+    def awake_state(self) -> EngineState:
+        """READY, unless it said that it sleeps."""
+        return EngineState.ASLEEP if self.stats.asleep else EngineState.READY
+
+    @property
     def num_requests(self) -> int:
         """Requests of this API server that have not ended."""
         return self._table.own_requests(self.engine)
@@ -104,8 +109,10 @@ class EngineLink:
         """Take a report of this incarnation; False if a later one is known already."""
         if stats.version < self.stats.version:
             return False
-        if stats.num_steps != self.stats.num_steps:
+        if stats.num_steps != self.stats.num_steps or stats.sleep_changes != self.stats.sleep_changes:
             self.last_progress = time.monotonic()
         self.stats = stats
+        if self.state in (EngineState.READY, EngineState.ASLEEP):
+            self.state = self.awake_state
         self._table.report(self.engine, stats)
         return True

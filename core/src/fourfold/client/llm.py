@@ -21,6 +21,8 @@ from fourfold.config.options import build_engine_config
 from fourfold.config.resolution import resolve
 from fourfold.engine.build import build_engine
 from fourfold.engine.executor_client import ExecutorClient
+from fourfold.engine.operations import Call, sleep_calls, update_calls
+from fourfold.engine.sleep import check_level, check_tags
 from fourfold.errors import ConfigError, EngineError, ExecutorClosed, RequestError, Unsupported
 from fourfold.messages import AddRequest, FinishReason, RequestOutput
 from fourfold.plugins import load_plugins
@@ -103,6 +105,34 @@ class LLM:
         """
         self._open_client().save_sharded_state(folder)
 
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back until ``wake_up``; nothing can be generated meanwhile.
+
+        The KV cache is let go of; at level 1 weights go from the device to the host's memory, at level 2 they are let
+        go of too and read again. Raises RequestError for another level.
+        """
+        check_level(level)
+        self._operate(sleep_calls(level))
+
+    def wake_up(self, tags: Sequence[str] = ()) -> None:
+        """Take the memory again: all of it, or that of ``weights`` or ``kv_cache`` alone. Raises RequestError."""
+        check_tags(tags)
+        self._operate([("wake_up", {"tags": list(tags)})])
+
+    def update_weights(self, model: str | os.PathLike[str]) -> None:
+        """Go on with the weights of another checkpoint of the same model: a folder, or any name that a model may have.
+
+        Names and shapes are checked on every rank before anything changes: raises ConfigError, or RequestError from
+        several replicas. Cached prefixes are forgotten.
+        """
+        name = os.fspath(model)
+        self._operate([("check_weights", {"model": name})])
+        self._operate(update_calls(name))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self._operate([("reset_prefix_cache", {})])
+
     def start_profile(self, folder: str | os.PathLike[str]) -> None:
         """Trace every rank until ``stop_profile``; raises WorkerError where a profile is running."""
         self._open_client().start_profile(folder)
@@ -151,6 +181,11 @@ class LLM:
             for conversation in conversations
         ]
         return self._run([_Encoded(None, token_ids) for token_ids in encoded], params)
+
+    def _operate(self, calls: Sequence[Call]) -> None:
+        if self._core is None:
+            raise ExecutorClosed("this LLM is closed; build another one")
+        self._core.operate(calls, timeout=self.config.timeouts.startup_timeout)
 
     def _open_client(self) -> ExecutorClient:
         if self._core is None:
@@ -243,6 +278,9 @@ class _Core(Protocol):
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests."""
+
+    def operate(self, calls: Sequence[Call], *, timeout: float) -> None:
+        """Call methods of all engine cores."""
 
     def shutdown(self) -> None:
         """End everything."""

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
@@ -20,6 +20,7 @@ import msgspec
 from fourfold.client.engine_client import EngineClient
 from fourfold.config.engine_config import EngineConfig
 from fourfold.config.transport import encode_config
+from fourfold.engine.operations import Call
 from fourfold.entries import LoadBalancerContext
 from fourfold.errors import ConfigError, EngineError, ExecutorFailed, RequestError, RpcTimeout
 from fourfold.messages import (
@@ -112,6 +113,11 @@ class Replicas:
         for output in kept:
             if output.request_id not in ended:
                 self._outputs.put(output)
+
+    def operate(self, calls: Sequence[Call], *, timeout: float) -> None:
+        """See ``EngineClient.call_all``; engines that have died are passed over."""
+        calling = asyncio.run_coroutine_threadsafe(self._client.call_all(calls, timeout=timeout), self._loop)
+        calling.result(len(calls) * (timeout + _GRACE))  # the client's own deadline comes first
 
     def shutdown(self) -> None:
         """End all engines; idempotent, from any half-built state."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -42,3 +42,24 @@ class LinearMethod(Protocol):
         With ``first_id`` the weight holds the rows of ids from there on, and ids of other rows give zeros; without, it
         holds them all. Serves tied embeddings, so that a prepacked head needs no dense copy beside it.
         """
+
+
+@runtime_checkable
+class ReleasableWeights(Protocol):
+    """A linear method that can do without the memory of its weights for a while, for engines that sleep.
+
+    It speaks of all weights that the method has created. Optional: of a method without it, weights stay where they are.
+    """
+
+    def release_weights(self, *, keep: bool) -> None:
+        """Give the device's memory back; twice is harmless.
+
+        With ``keep`` the content goes to the host's memory, which on a CPU is where it is; without, it is lost, and
+        what an earlier call kept as well. Recorded steps are closed before.
+        """
+
+    def restore_weights(self) -> None:
+        """Take memory again; the content is what was kept, else undefined until ``load_shard`` brings it."""
+
+    def discard_weights(self) -> None:
+        """Other weights come next, at the same addresses: all replicas are told before any of them loads."""

@@ -18,6 +18,8 @@ class EngineState(StrEnum):
 
     STARTING = "starting"
     READY = "ready"
+    ASLEEP = "asleep"
+    """Has no memory for requests at present, on an operator's wish."""
     DRAINING = "draining"
     DEAD = "dead"
 

@@ -14,16 +14,9 @@ from fourfold.config.parallel_config import ParallelConfig
 from fourfold.engine.cache_plan import plan_cache
 from fourfold.engine.engine_core import EngineCore
 from fourfold.engine.executor_client import ExecutorClient
+from fourfold.engine.refusal import refusal
 from fourfold.entries import ExecutorContext, SchedulerContext
-from fourfold.errors import (
-    CheckpointError,
-    ConfigError,
-    EngineError,
-    ExecutorFailed,
-    FourfoldError,
-    PluginError,
-    WorkerError,
-)
+from fourfold.errors import ConfigError, EngineError, ExecutorFailed, WorkerError
 from fourfold.messages import EngineReady, StageInfo, WorkerInfo
 from fourfold.models.parallel_limits import check_cut
 from fourfold.plugins import PluginRegistry
@@ -78,7 +71,7 @@ def build_engine(config: EngineConfig, registry: PluginRegistry, *, dp_rank: int
         )
     except WorkerError as error:
         _shut_down(client)
-        raise _refusal(error, num_ranks=context.layout.engine_world_size) or error from error
+        raise refusal(error, num_ranks=context.layout.engine_world_size) or error from error
     except BaseException:
         _shut_down(client)
         raise
@@ -110,16 +103,6 @@ def _stages(workers: Sequence[WorkerInfo], parallel: ParallelConfig) -> list[Sta
         )
         for first in workers[::tp]
     ]
-
-
-def _refusal(error: WorkerError, *, num_ranks: int) -> FourfoldError | None:
-    """The error of a rank as what it is, if the user can change what is wrong; it travelled by the name of its type."""
-    kind = next(
-        (kind for kind in (ConfigError, CheckpointError, PluginError) if kind.__name__ == error.type_name), None
-    )
-    if kind is None:
-        return None
-    return kind(error.message if num_ranks == 1 else f"rank {error.rank}: {error.message}")
 
 
 def _tell_lost(registry: PluginRegistry, error: EngineError) -> None:

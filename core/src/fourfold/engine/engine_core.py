@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from time import perf_counter, time
 from typing import Protocol
@@ -15,8 +15,10 @@ from fourfold.contracts.kv_cache_spec import KVCacheConfig
 from fourfold.contracts.scheduling_policy import SchedulingPolicy
 from fourfold.contracts.step_part import StepVote
 from fourfold.engine.kv_cache_manager import KVCacheManager, request_capacity
+from fourfold.engine.operations import Call
 from fourfold.engine.request import Request
 from fourfold.engine.scheduler import Batch, Scheduler, failure
+from fourfold.engine.sleep import MemoryClient, Sleep
 from fourfold.engine.stage_watch import StageWatch
 from fourfold.errors import EngineError, RequestError, RpcTimeout
 from fourfold.messages import AddRequest, EngineStats, FinishReason, RequestOutput, StepMessage, StepOutput
@@ -32,7 +34,7 @@ class StepReply(Protocol):
         """Wait for it; raises TimeoutError, and what ended the step."""
 
 
-class StepClient(Protocol):
+class StepClient(MemoryClient, Protocol):
     """What the core needs of ``fourfold.engine.executor_client.ExecutorClient``."""
 
     @property
@@ -101,11 +103,12 @@ class EngineCore:
         is_pipeline = config.parallel.pipeline_parallel_size > 1
         self._stage_watch = StageWatch(client, self._scheduler.stats) if is_pipeline else None
         self._in_flight: deque[tuple[Batch, StepReply, float]] = deque()
+        self._sleep = Sleep(client, self._scheduler.stats)
 
     @property
     def has_work(self) -> bool:
         """Whether ``step`` has something to do."""
-        return bool(self._scheduler.requests or self._in_flight)
+        return bool(self._in_flight or (self._scheduler.requests and not self._sleep.halted))
 
     @property
     def stats(self) -> EngineStats:
@@ -149,11 +152,19 @@ class EngineCore:
         Raises what ended the step: WorkerError, RpcTimeout, ExecutorFailed, ExecutorClosed. Then ``fail_all``.
         """
         started = perf_counter()
-        waited = self._launch()
+        waited = 0.0 if self._sleep.halted else self._launch()
         if not self._in_flight:
             if self.has_work:
                 raise EngineError(f"{len(self._scheduler.requests)} requests wait and none can start")
             return {}
+        return self._finish_oldest(started, waited)
+
+    def settle(self) -> Iterator[dict[int, list[RequestOutput]]]:
+        """Wait for the steps in the air and start no others; yields what each brings, and raises as ``step`` does."""
+        while self._in_flight:
+            yield self._finish_oldest(perf_counter(), 0.0)
+
+    def _finish_oldest(self, started: float, waited: float) -> dict[int, list[RequestOutput]]:
         waiting_since = perf_counter()
         batch, reply, deadline = self._in_flight[0]
         try:
@@ -196,9 +207,58 @@ class EngineCore:
         self._tell_finished(outputs)
         return outputs
 
+    def operate(self, calls: Sequence[Call], *, timeout: float) -> None:
+        """Make calls one after the other, for an engine in the caller's own process; what steps in the air bring is
+        nobody's any more. ``timeout`` is the executor's own here.
+        """
+        for _ in self.settle():
+            pass
+        for method, arguments in calls:
+            getattr(self, method)(**arguments)
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; running requests go on."""
         self._scheduler.reset_prefix_cache()
+
+    def halt(self) -> None:
+        """Start no step any more, until ``wake_up`` or ``load_weights``. Running requests wait, and what was computed
+        of them is computed again; requests that come are queued. Only when no step is in the air, as all that follow.
+        """
+        if self._in_flight:
+            raise EngineError(f"{len(self._in_flight)} steps are in the air; settle them first")
+        self._sleep.halted = True
+        self._scheduler.preempt_all()
+        self._scheduler.reset_prefix_cache()
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of the KV cache and of the weights back; requests that come are refused with status 503.
+
+        At level 1 weights go to the host's memory, at level 2 they are read again at ``wake_up``.
+        """
+        self.halt()
+        self._sleep.fall_asleep(level)
+
+    def wake_up(self, tags: Sequence[str] = ()) -> None:
+        """Take the memory named by ``tags`` again, all by default; with all of it requests go on.
+
+        Raises RequestError for an unknown tag, ConfigError for weights that cannot be read: they stay asleep.
+        """
+        self._sleep.wake_up(tags)
+
+    def check_weights(self, model: str) -> None:
+        """Raise ConfigError unless ``load_weights`` can load those of ``model``."""
+        self._client.check_weights(model)
+
+    def discard_weights(self) -> None:
+        """Let go of the weights, on all replicas before one of them loads others."""
+        self.halt()
+        self._sleep.discard_weights()
+
+    def load_weights(self, model: str) -> None:
+        """Read the weights of another checkpoint of the model, and go on with those. Raises ConfigError for weights
+        that cannot be read: they are asleep then.
+        """
+        self._sleep.load_weights(model)
 
     def prefix_marks(self) -> bytes:
         """What the prefix cache holds, as ``EngineStats.prefix_marks``; some 0.1 ms."""
@@ -240,6 +300,8 @@ class EngineCore:
             raise RequestError(f"there is a request called {request.request_id!r} already; choose another id")
         if not request.attempt and scheduler.num_waiting >= self._max_num_waiting + scheduler.num_vacant:
             raise RequestError(f"{scheduler.num_waiting} requests are waiting; try again later", status=429)
+        if self._sleep.asleep and not request.attempt:
+            raise RequestError(f"the engine is asleep ({', '.join(self._sleep.asleep)}); wake it up first", status=503)
         prompt = request.prompt_token_ids
         if not prompt:
             raise RequestError("the prompt is empty; it needs a token", parameter="prompt")

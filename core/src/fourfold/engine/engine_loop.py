@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +18,8 @@ import zmq
 
 from fourfold.contracts.step_part import StepVote
 from fourfold.coordinator.waves import CoordinatorNotice, RankInput, WaveRank
-from fourfold.errors import FourfoldError
+from fourfold.engine.operations import OPERATIONS
+from fourfold.errors import ConfigError, FourfoldError, RequestError
 from fourfold.messages import (
     AbortRequests,
     AddRequest,
@@ -37,8 +38,6 @@ from fourfold.messages import (
 
 logger = logging.getLogger(__name__)
 
-_UTILITIES = frozenset({"reset_prefix_cache"})
-"""Methods of the core that an API server may call."""
 _MAX_INPUTS_PER_STEP = 1024
 """So that a flood of requests cannot keep running ones from stepping."""
 _MAX_QUEUED_OUTPUTS = 4096
@@ -80,6 +79,9 @@ class Core(Protocol):
 
     def step_together(self, vote: StepVote) -> tuple[Mapping[int, list[RequestOutput]], StepVote]:
         """Advance at the same time as other engines, with or without work; also what the votes of all come to."""
+
+    def settle(self) -> Iterator[Mapping[int, list[RequestOutput]]]:
+        """Wait for the steps in the air; yields what each brings."""
 
     def prefix_marks(self) -> bytes:
         """What the prefix cache holds."""
@@ -239,7 +241,10 @@ class EngineLoop:
             if refusal is not None:
                 self._send_outputs(self._clients[message.client], [refusal])
         else:
-            self._clients[message.client].send(self._call_utility(message))
+            reply = self._call_utility(message)
+            if OPERATIONS.get(message.method):  # who asked knows how things stand before it has the reply
+                self._send_outputs(self._clients[message.client], [])
+            self._clients[message.client].send(reply)
 
     def _add(self, request: AddRequest) -> RequestOutput | None:
         try:
@@ -250,17 +255,27 @@ class EngineLoop:
 
     def _call_utility(self, call: CallUtility) -> UtilityReply:
         result: Any = None
-        failure = None
-        if call.method not in _UTILITIES:
-            failure = f"no utility called {call.method!r}; there are: {', '.join(sorted(_UTILITIES))}"
+        failure, status = None, 500
+        if OPERATIONS.get(call.method):
+            for outputs in self._core.settle():
+                self._send_step(outputs)
+        if call.method not in OPERATIONS:
+            failure = f"no utility called {call.method!r}; there are: {', '.join(sorted(OPERATIONS))}"
         else:
             try:
                 result = getattr(self._core, call.method)(**call.arguments)
+            except (ConfigError, RequestError) as error:
+                failure, status = str(error), error.status if isinstance(error, RequestError) else 400
             except Exception as error:  # the caller gets it
                 logger.exception("utility %s failed", call.method)
                 failure = f"{type(error).__name__}: {error}"
         return UtilityReply(
-            engine=self._engine, incarnation=self._incarnation, call_id=call.call_id, result=result, error=failure
+            engine=self._engine,
+            incarnation=self._incarnation,
+            call_id=call.call_id,
+            result=result,
+            error=failure,
+            error_status=status,
         )
 
     def _send_step(self, outputs: Mapping[int, list[RequestOutput]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from fourfold.checkpoints.sharded_index import ShardedTensor, write_index
 from fourfold.config.engine_config import EngineConfig
 from fourfold.contracts.executor import Executor
 from fourfold.contracts.kv_cache_spec import KVCacheConfig
-from fourfold.errors import ConfigError, EngineError
+from fourfold.engine.refusal import refusal
+from fourfold.errors import ConfigError, EngineError, WorkerError
 from fourfold.messages import InitializeCache, StepMessage, StepOutput, WorkerInfo
 
 
@@ -106,6 +107,33 @@ class ExecutorClient:
         )
         decoder = msgspec.msgpack.Decoder(dict[str, ShardedTensor])
         write_index(target, [decoder.decode(reply) for reply in replies])
+
+    def sleep(self, level: int) -> None:
+        """Give the memory of weights and KV cache back on every rank; see ``Worker.sleep``."""
+        self._call_all("sleep", level)
+
+    def wake_up(self, tags: Sequence[str], *, complete: bool) -> None:
+        """Take the memory named by ``tags`` again; ``complete``: nothing sleeps then. Raises ConfigError."""
+        self._call_all("wake_up", list(tags), complete)
+
+    def check_weights(self, model: str) -> None:
+        """Raise ConfigError unless every rank can take the weights of ``model`` in place of its own."""
+        self._call_all("check_weights", model)
+
+    def discard_weights(self) -> None:
+        """Let go of the weights on every rank."""
+        self._call_all("discard_weights")
+
+    def load_weights(self, model: str) -> None:
+        """Read the weights of ``model`` on every rank; raises ConfigError, and then there are none."""
+        self._call_all("load_weights", model)
+
+    def _call_all(self, method: str, *args: object) -> None:
+        """Call all ranks for what may take as long as a start; what a rank refuses comes out as ConfigError."""
+        try:
+            self._executor.collective_rpc(method, args=args, timeout=self._startup_timeout)
+        except WorkerError as error:
+            raise refusal(error, num_ranks=self.world_size) or error from error
 
     def start_profile(self, folder: str | os.PathLike[str]) -> None:
         """Trace every rank from now on; raises WorkerError where a profile is running."""

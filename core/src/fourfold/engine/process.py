@@ -16,7 +16,8 @@ from pathlib import Path
 import msgspec
 
 from fourfold.errors import ConfigError, PluginError
-from fourfold.messages import EngineFailed, EngineOrder
+from fourfold.messages import TAGS, EngineFailed, EngineOrder
+from fourfold.supervision.deployment_state import read_state
 from fourfold.supervision.process_title import name_process
 from fourfold.supervision.run_directory import CONFIG_FILE
 
@@ -51,6 +52,7 @@ def _parse_arguments() -> argparse.Namespace:
 
 def _serve(link: ParentLink, arguments: argparse.Namespace) -> None:
     # Here, so that the parent is watched before anything heavy is imported.
+    from fourfold.checkpoints.resolve import AUTO
     from fourfold.config.transport import decode_config
     from fourfold.engine.build import build_engine
     from fourfold.engine.engine_loop import EngineLoop
@@ -60,7 +62,16 @@ def _serve(link: ParentLink, arguments: argparse.Namespace) -> None:
     config = decode_config((arguments.run_directory / CONFIG_FILE).read_bytes(), registry)
     if arguments.meeting:
         config = replace(config, parallel=replace(config.parallel, data_parallel_address=arguments.meeting))
+    wished = read_state(arguments.run_directory)
+    if wished.weights:
+        model = replace(config.model, model=wished.weights, revision=None, load_format=AUTO)
+        config = replace(config, model=model)
     built = build_engine(config, registry, dp_rank=arguments.engine)
+    if wished.asleep:
+        built.core.sleep(wished.sleep_level)
+        awake = [tag for tag in TAGS if tag not in wished.asleep]
+        if awake:
+            built.core.wake_up(awake)
     loop = EngineLoop(
         built.core,
         run_directory=arguments.run_directory,

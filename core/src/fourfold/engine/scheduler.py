@@ -360,6 +360,12 @@ class Scheduler:
             if not request.num_in_flight:
                 self._leave(request)
 
+    def preempt_all(self) -> None:
+        """Let all running requests wait, without slots and blocks. Only when no step is in the air."""
+        for request in list(self._running):
+            self._preempt(request)
+        self._running.clear()
+
     def drop(self, batch: Batch) -> None:
         """Take a step in the air as returned with nothing. Only when its requests are finished."""
         for request in batch.requests:

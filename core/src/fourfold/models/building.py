@@ -29,6 +29,7 @@ from fourfold.selection import AUTO
 if TYPE_CHECKING:
     from fourfold.config.engine_config import EngineConfig
     from fourfold.contracts.attention_backend import AttentionBackend
+    from fourfold.contracts.linear_method import LinearMethod
     from fourfold.contracts.parallel_layer import (
         HeadLayer,
         MixtureLayer,
@@ -48,11 +49,13 @@ Load = Callable[["TensorSlices"], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltDecoder:
-    """A decoder without weights, and who takes them."""
+    """A decoder, and who takes its weights."""
 
     decoder: Decoder
     parameters: dict[str, Load]
     """Checkpoint tensor name -> takes this rank's part of it."""
+    linear_method: LinearMethod
+    """Holds the weights of all linear layers."""
 
 
 class DecoderBuilder:
@@ -82,7 +85,7 @@ class DecoderBuilder:
         self._cut = cut_heads(description.num_heads, description.num_kv_heads, group.rank, group.world_size)
         compute = ComputeContext(config=config, device=device, dtype=dtype, rank=rank)
         backends, names = registry, config.backends
-        linear_name, method = build_backend(
+        linear_name, self._method = build_backend(
             "linear method", backends.linear_methods(), names.linear_method, config, lambda e: e.build(compute)
         )
         operators_name, self._operators = build_backend(
@@ -99,7 +102,7 @@ class DecoderBuilder:
                 "attention backend": backends.attention_backends() if names.attention == AUTO else {},
             },
         )
-        self._factory = ParallelLayerFactory(config, registry, group, method, device=device, dtype=dtype)
+        self._factory = ParallelLayerFactory(config, registry, group, self._method, device=device, dtype=dtype)
         self._chosen = {"attention": attention_name, "linear_method": linear_name, "operators": operators_name}
         self._parameters: dict[str, Load] = {}
         self._shared: dict[str, StepPart] = {}
@@ -130,7 +133,7 @@ class DecoderBuilder:
             block_size=self._config.cache.block_size,
             step_parts=tuple(self._shared.values()),
         )
-        return BuiltDecoder(decoder=decoder, parameters=self._parameters)
+        return BuiltDecoder(decoder=decoder, parameters=self._parameters, linear_method=self._method)
 
     def _build_embedding(self) -> VocabularyLayer:
         d = self._description

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from fourfold.checkpoints.progress import NoProgress
 from fourfold.distributed.model_parallel import GroupLinks, ModelParallel, initialize_model_parallel
 from fourfold.errors import CheckpointError, ConfigError
 from fourfold.layout import ParallelLayout
@@ -40,19 +41,33 @@ def load_model(
     parallel: ModelParallel | None = None,
     stage: Stage | None = None,
 ) -> Decoder:
-    """This rank's decoder with its weights. ``parallel`` may be left out where every group is one rank, ``stage`` where
-    it holds all layers.
+    """This rank's decoder with its weights; raises as ``build_model`` and ``fill_model`` do."""
+    built = build_model(
+        context, registry, checkpoint.description, device=device, dtype=dtype, parallel=parallel, stage=stage
+    )
+    fill_model(built, checkpoint, progress)
+    return built.decoder
 
-    Raises ConfigError for a backend or a cut that cannot do this model, CheckpointError for tensors that are missing,
-    left over, truncated or of the wrong shape.
+
+def build_model(
+    context: WorkerContext,
+    registry: PluginRegistry,
+    description: ModelDescription,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    parallel: ModelParallel | None = None,
+    stage: Stage | None = None,
+) -> BuiltDecoder:
+    """This rank's decoder without weights. ``parallel`` may be left out where every group is one rank, ``stage`` where
+    it holds all layers. Raises ConfigError for a backend or a cut that cannot do this model.
     """
     if parallel is None:
         # Copies of the engine are independent: a rank's groups are those within its own.
         layout = ParallelLayout(pp=context.layout.pp, tp=context.layout.tp)
         parallel = initialize_model_parallel(layout, context.rank, _refuse_to_connect)
-    description = checkpoint.description
     stage = stage or Stage(layers=range(description.num_layers))
-    built = DecoderBuilder(
+    return DecoderBuilder(
         description,
         context.config,
         registry,
@@ -63,27 +78,40 @@ def load_model(
         dtype=dtype,
         rank=context.rank,
     ).build()
+
+
+def fill_model(built: BuiltDecoder, checkpoint: Checkpoint, progress: Progress) -> None:
+    """Load all weights, in place of those that are there if there are any; raises as ``check_model`` does."""
+    _read(built, checkpoint, progress, load=True)
+
+
+def check_model(built: BuiltDecoder, checkpoint: Checkpoint) -> None:
+    """Look whether ``fill_model`` can, and change nothing.
+
+    Raises CheckpointError for tensors that are missing, left over, truncated or of the wrong shape.
+    """
+    _read(built, checkpoint, NoProgress(), load=False)
+
+
+def _read(built: BuiltDecoder, checkpoint: Checkpoint, progress: Progress, *, load: bool) -> None:
+    description = built.decoder.description
     with checkpoint.format.open(checkpoint.folder) as reader:
         known = reader if description.mixture is None else MixtureReader(reader)
-        _fill(built, description, known, progress)
-    return built.decoder
-
-
-def _fill(built: BuiltDecoder, description: ModelDescription, reader: TensorReader, progress: Progress) -> None:
-    names = set(reader.names())
-    shapes = checkpoint_tensors(description)
-    _check_names(names, built.parameters, shapes, description)
-    progress.task("loading weights", len(built.parameters))
-    for name, load in built.parameters.items():
-        tensor = reader.tensor(name)
-        if tuple(tensor.shape) != shapes[name]:
-            raise CheckpointError(
-                f"tensor {name} has shape {list(tensor.shape)}, but config.json makes it {list(shapes[name])}"
-            )
-        load(tensor)
-        progress.advance(1)
-    if description.tied_embeddings and HEAD in names:
-        _check_tied(reader)
+        names = set(known.names())
+        shapes = checkpoint_tensors(description)
+        _check_names(names, built.parameters, shapes, description)
+        progress.task("loading weights", len(built.parameters))
+        for name, take in built.parameters.items():
+            tensor = known.tensor(name)
+            if tuple(tensor.shape) != shapes[name]:
+                raise CheckpointError(
+                    f"tensor {name} has shape {list(tensor.shape)}, but config.json makes it {list(shapes[name])}"
+                )
+            if load:
+                take(tensor)
+            progress.advance(1)
+        if description.tied_embeddings and HEAD in names:
+            _check_tied(known)
 
 
 def _check_names(names: set[str], needed: Iterable[str], known: Iterable[str], description: ModelDescription) -> None:

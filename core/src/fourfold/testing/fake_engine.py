@@ -12,7 +12,9 @@ from types import TracebackType
 import msgspec
 import zmq
 
+from fourfold.engine.operations import OPERATIONS, Call
 from fourfold.messages import (
+    TAGS,
     AbortRequests,
     AddRequest,
     CallUtility,
@@ -85,6 +87,10 @@ class FakeEngine:
         """Every request that came."""
         self.aborted: list[str] = []
         """Every id that was aborted."""
+        self.operations: list[Call] = []
+        """Every operation that was called for."""
+        self.refusals: dict[str, str] = {}
+        """Operations that are refused, and with which error."""
         self._thread = threading.Thread(target=self._run, name="fake-engine", daemon=True)
 
     def __enter__(self) -> FakeEngine:
@@ -164,7 +170,9 @@ class FakeEngine:
                 for client in range(self._num_clients):
                     self._publish(client, [])
             case CallUtility():
-                self._send(message.client, self._answer(message))
+                reply = self._answer(message)
+                self._publish(message.client, [])
+                self._send(message.client, reply)
 
     def _begin(self, request: AddRequest) -> _Running:
         """From the start, or from where another engine stopped."""
@@ -223,13 +231,21 @@ class FakeEngine:
         )
 
     def _answer(self, call: CallUtility) -> UtilityReply:
-        known = call.method == "echo"
+        known = call.method == "echo" or call.method in OPERATIONS
+        error = None if known else f"no method called {call.method!r}"
+        if call.method in OPERATIONS:
+            self.operations.append((call.method, call.arguments))
+            error = self.refusals.get(call.method)
+            if error is None and call.method in ("sleep", "wake_up"):
+                self._stats.asleep = TAGS if call.method == "sleep" else ()
+                self._stats.sleep_changes += 1
         return UtilityReply(
             engine=self._engine,
             incarnation=self._incarnation,
             call_id=call.call_id,
-            result=call.arguments if known else None,
-            error=None if known else f"no method called {call.method!r}",
+            result=call.arguments if call.method == "echo" else None,
+            error=error,
+            error_status=400 if call.method in self.refusals else 500,
         )
 
     def _ready(self) -> EngineReady:

@@ -10,7 +10,7 @@ import torch
 
 from fourfold.config.engine_config import EngineConfig
 from fourfold.config.model_config import Dtype, ModelConfig
-from fourfold.contracts.linear_method import LinearMethod, LinearWeight
+from fourfold.contracts.linear_method import LinearMethod, LinearWeight, ReleasableWeights
 from fourfold.entries import ComputeContext
 from fourfold.layers.torch_linear import TorchLinearMethod
 from fourfold.plugins import load_plugins
@@ -80,6 +80,29 @@ class LinearMethodConformance(Conformance):
             found = method.embed(weight, token_ids, first_id=100)
             assert torch.equal(found, twin.embed(twin_weight, token_ids, first_id=100).to(found.dtype))
             assert found.any(dim=1).tolist() == [False, True, True, False, False, True]
+
+    def test_weights_that_were_released_come_back(self, methods: list[tuple[Dtype, LinearMethod]]) -> None:
+        for dtype, method in methods:
+            if not isinstance(method, ReleasableWeights):
+                continue
+            dtype_of = getattr(torch, dtype)
+            weight = method.create(64, 96, bias=False, dtype=dtype_of)
+            first, second = torch.randn(2, 96, 64).to(dtype_of)
+            x = torch.randn(3, 64, device=self.device).to(dtype_of)
+            method.load_shard(weight, first, first_row=0)
+            expected = method.apply(weight, x).clone()
+            method.release_weights(keep=True)
+            method.release_weights(keep=True)
+            method.restore_weights()
+            assert torch.equal(method.apply(weight, x), expected)
+            method.discard_weights()
+            method.load_shard(weight, second, first_row=0)
+            assert not torch.equal(method.apply(weight, x), expected)
+            method.release_weights(keep=True)
+            method.release_weights(keep=False)
+            method.restore_weights()
+            method.load_shard(weight, first, first_row=0)
+            assert torch.equal(method.apply(weight, x), expected)
 
     def pair(
         self, method: LinearMethod, dtype: Dtype, sizes: tuple[int, int], *, bias: bool

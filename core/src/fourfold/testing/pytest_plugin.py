@@ -20,9 +20,10 @@ pytest.register_assert_rewrite(
             "communicator",
             "communicator_cases",
             "executor",
+            "experts",
             "linear_method",
-            "mixture",
-            "mixture_cases",
+            "moe",
+            "moe_cases",
             "operators",
         )
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 from collections.abc import Callable, Sequence
@@ -75,6 +76,12 @@ class CpuDevice:
 
     def synchronize(self) -> None:
         """See Device."""
+
+    def trim(self) -> None:
+        """See Device; the C library keeps what was freed, where it is one that can be asked for it."""
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 class SharedStaging:

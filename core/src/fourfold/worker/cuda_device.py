@@ -128,6 +128,10 @@ class CudaDevice:
         """See Device."""
         torch.cuda.synchronize(self.torch_device)
 
+    def trim(self) -> None:
+        """See Device."""
+        torch.cuda.empty_cache()
+
 
 class PinnedStaging:
     """Several host buffers in turn, one device buffer; see ``fourfold.worker.device.Staging``."""

@@ -98,6 +98,9 @@ class Device(Protocol):
     def synchronize(self) -> None:
         """Return when everything that was started is done."""
 
+    def trim(self) -> None:
+        """Give memory that was let go of back to whoever else wants it."""
+
 
 def open_device(config: EngineConfig, *, local_rank: int, local_workers: int) -> Device:
     """The device of rank ``local_rank`` of ``local_workers`` on this host, ready to compute.

@@ -17,13 +17,14 @@ import torch
 from fourfold.contracts.step_part import StepPart, StepVote
 from fourfold.distributed.group_coordinator import GroupCoordinator
 from fourfold.distributed.model_parallel import ModelParallel
-from fourfold.errors import CheckpointError, EngineError, RequestError
+from fourfold.errors import CheckpointError, RequestError
 from fourfold.layout import ParallelLayout
 from fourfold.messages import NewRequest, ScheduledRequest, StepMessage, StepOutput
 from fourfold.sampling_params import SamplingParams
 from fourfold.worker.decode_graphs import DecodeGraphs
 from fourfold.worker.device import Device
 from fourfold.worker.launched_step import NOT_FINITE, LaunchedStep
+from fourfold.worker.layer_caches import LayerCaches
 from fourfold.worker.logprobs import LogprobRows, token_logprobs
 from fourfold.worker.request_state import Int64, RequestState
 from fourfold.worker.runnable_model import Model
@@ -33,7 +34,6 @@ from fourfold.worker.step_inputs import InputBuffers, SamplingInputs, StepInputs
 
 if TYPE_CHECKING:
     from fourfold.config.scheduler_config import SchedulerConfig
-    from fourfold.contracts.attention_backend import AttentionMetadata
     from fourfold.contracts.kv_cache_spec import KVCacheConfig
     from fourfold.worker.penalties import SeenTokens
     from fourfold.worker.pipeline_stage import PipelineStage
@@ -101,10 +101,7 @@ class ModelRunner:
         """The codes of the last recorded step; see Sampled."""
         self._owed: deque[tuple[LaunchedStep, list[tuple[int, SeenTokens]]]] = deque()
         """Steps whose sampled ids are still to be counted for penalties: rows, and who counts them."""
-        self._group_of_layer = _group_of_layer(model, cache)
-        self._kv_caches = [
-            device.zeros(model.kv_cache_shape(layer, cache.num_blocks), model.dtype) for layer in model.kv_cache_specs()
-        ]
+        self._caches = LayerCaches(model, device, cache)
 
     def execute(self, message: StepMessage) -> StepOutput:
         """``launch``, and wait for what it brings."""
@@ -162,9 +159,8 @@ class ModelRunner:
         prefill = ScheduledRequest(0, length, 0, blocks, reset_blocks=True)
         decode = ScheduledRequest(0, 1, length, [[] for _ in blocks])
         outputs = [self.execute(StepMessage(step=0, new=[request], scheduled=[prefill]))]
-        if self._device.asynchronous:
-            # Now, while there are no real tokens: recording may run a step several times.
-            self._record_steps()
+        # Now, while there are no real tokens: recording may run a step several times.
+        self.record_steps()
         outputs.append(self.execute(StepMessage(step=1, scheduled=[decode])))
         self.execute(StepMessage(step=2, ended=[0]))
         if any(NOT_FINITE in output.errors.values() for output in outputs):
@@ -195,13 +191,31 @@ class ModelRunner:
 
     def close(self) -> None:
         """Release recorded steps, the KV cache and the other stages; idempotent."""
-        self._graphs.close()
+        self.release_cache()
         if self._pipeline is not None:
             self._pipeline.close()
-        self._kv_caches.clear()
+
+    def release_cache(self) -> None:
+        """Give the memory of the KV cache back: no step until ``restore_cache``."""
+        self.forget_steps()
+        self._caches.release()
+
+    def restore_cache(self) -> None:
+        """Take it again, empty."""
+        self._caches.allocate()
+
+    def forget_steps(self) -> None:
+        """Let go of all recorded steps, as what they read moves; they are recorded again, on devices that record at
+        warm-up by ``record_steps``.
+        """
+        self._graphs.close()
 
     @torch.inference_mode()
-    def _record_steps(self) -> None:
+    def record_steps(self) -> None:
+        """Record all decode steps now, where recording at first use would be noticed; on all ranks."""
+        if not self._device.asynchronous:
+            return
+
         def padding(size: int) -> StepInputs:
             self._buffers.fill_padding(size)
             return self._buffers.upload_padded(size)
@@ -311,7 +325,7 @@ class ModelRunner:
         pipeline.send(step, plan, hidden, residual)
 
     def _run_stage(self, pipeline: PipelineStage, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        return pipeline.run(inputs, self._kv_caches, self._metadata(inputs))
+        return pipeline.run(inputs, self._caches.tensors, self._caches.metadata(inputs))
 
     def _decode(self, inputs: StepInputs) -> tuple[torch.Tensor, ...]:
         """What is recorded: this rank's part of the logits, and with it the ids where plain sampling can follow; before
@@ -333,10 +347,7 @@ class ModelRunner:
         if self._pipeline is not None:
             return self._pipeline.finish(*self._run_stage(self._pipeline, inputs))
         token_ids = self._buffers.token_ids(inputs)
-        return self._model.forward(token_ids, inputs.positions, self._kv_caches, self._metadata(inputs))
-
-    def _metadata(self, inputs: StepInputs) -> list[AttentionMetadata]:
-        return [inputs.metadata[group] for group in self._group_of_layer]
+        return self._model.forward(token_ids, inputs.positions, self._caches.tensors, self._caches.metadata(inputs))
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: torch.Tensor) -> dict[int, list[LogprobRows]]:
         """Of the prompt tokens that this step's positions predict: the last position of a chunk predicts the first
@@ -368,11 +379,3 @@ class ModelRunner:
             operators = self._model.operators
             found.append(token_logprobs(logits, self._device.upload(targets[rows]), wanted, operators=operators))
         return found
-
-
-def _group_of_layer(model: Model, cache: KVCacheConfig) -> list[int]:
-    groups = {layer: index for index, group in enumerate(cache.groups) for layer in group.layers}
-    missing = [layer for layer in model.kv_cache_specs() if layer not in groups]
-    if missing:
-        raise EngineError(f"no KV-cache group has layer(s) {', '.join(map(str, missing))}; engine and worker disagree")
-    return [groups[layer] for layer in model.kv_cache_specs()]

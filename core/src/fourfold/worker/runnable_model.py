@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from fourfold.worker.layer_caches import CachedModel
+
 if TYPE_CHECKING:
     import torch
 
     from fourfold.contracts.attention_backend import AttentionMetadata
-    from fourfold.contracts.kv_cache_spec import KVCacheSpec
     from fourfold.contracts.operators import Operators
 
 
-class Model(Protocol):
+class Model(CachedModel, Protocol):
     """What the runner needs of a decoder; T tokens, R rows, H hidden size, V vocabulary size."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of activations and cache."""
 
     @property
     def operators(self) -> Operators:
@@ -41,9 +38,3 @@ class Model(Protocol):
 
     def best_tokens(self, local: torch.Tensor, broken: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``local_logits`` and bool [R] where they are not finite -> int64 [R] and bool [R] for all ranks, on all."""
-
-    def kv_cache_specs(self) -> dict[int, KVCacheSpec]:
-        """Of this rank's layers, in order."""
-
-    def kv_cache_shape(self, layer: int, num_blocks: int) -> tuple[int, ...]:
-        """Of one layer's cache tensor."""

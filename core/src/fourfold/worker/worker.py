@@ -17,16 +17,15 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from fourfold.checkpoints.progress import NoProgress, make_progress
-from fourfold.checkpoints.recorded_reading import RecordedFormat
-from fourfold.checkpoints.resolve import Checkpoint, resolve_checkpoint
+from fourfold.checkpoints.resolve import AUTO, Checkpoint, resolve_checkpoint
 from fourfold.checkpoints.sharded_writing import copy_side_files, write_shard
 from fourfold.contracts.deferred_reply import DeferredReply
 from fourfold.contracts.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from fourfold.distributed.connection import connect
 from fourfold.distributed.stage_transport import StageTransport
 from fourfold.errors import ConfigError, EngineError
-from fourfold.messages import InitializeCache, StepMessage, WorkerInfo
-from fourfold.models.loading import load_model
+from fourfold.messages import KV_CACHE, WEIGHTS, InitializeCache, StepMessage, WorkerInfo
+from fourfold.models.loading import build_model, load_model
 from fourfold.models.tensor_table import HEAD
 from fourfold.plugins import load_plugins
 from fourfold.worker.device import Device, open_device
@@ -38,6 +37,7 @@ from fourfold.worker.memory_advice import (
     weights_do_not_fit,
 )
 from fourfold.worker.model_runner import ModelRunner
+from fourfold.worker.model_weights import ModelWeights
 from fourfold.worker.pipeline_stage import PipelineStage
 from fourfold.worker.profile import Profile
 from fourfold.worker.stage_choice import choose_stage
@@ -62,8 +62,7 @@ class _Loaded(NamedTuple):
     device: Device
     decoder: Decoder
     parallel: ModelParallel
-    checkpoint: Checkpoint
-    reading: RecordedFormat
+    weights: ModelWeights
 
 
 class Worker:
@@ -94,23 +93,24 @@ class Worker:
         first = context.rank == context.dp_rank == 0  # one bar for all: the ranks load alike
         with closing(make_progress() if first else NoProgress()) as progress:
             checkpoint = resolve_checkpoint(config.model, registry, progress, device=device.torch_device)
-            reading = RecordedFormat(checkpoint.format)
             measure = partial(_measure, context, registry, checkpoint, device, parallel)
             stage = choose_stage(config, checkpoint.description, parallel, device, measure)
             free = device.free_bytes
             with explained(lambda: weights_do_not_fit(checkpoint.description, config, device, free=free)):
-                decoder = load_model(
+                built = build_model(
                     context,
                     registry,
-                    replace(checkpoint, format=reading),
+                    checkpoint.description,
                     device=device.torch_device,
                     dtype=device.dtype,
-                    progress=progress,
                     parallel=parallel,
                     stage=stage,
                 )
+                weights = ModelWeights(built, checkpoint)
+                weights.fill(progress)
+        decoder = built.decoder
         _check_alike(parallel.tp, decoder.backends)
-        self._loaded = _Loaded(device, decoder, parallel, checkpoint, reading)
+        self._loaded = _Loaded(device, decoder, parallel, weights)
         self._asynchronous = device.asynchronous
         info = WorkerInfo(
             rank=context.rank,
@@ -168,13 +168,47 @@ class Worker:
     def save_sharded_state(self, folder: str) -> bytes:
         """Write this rank's part of the weights below ``folder``; the reply is name -> ShardedTensor, for the index."""
         loaded = self._need_loaded("save_sharded_state")
-        checkpoint, rank, target = loaded.checkpoint, self._context.rank, Path(folder)
+        checkpoint, rank, target = loaded.weights.checkpoint, self._context.rank, Path(folder)
         if rank == 0:
             copy_side_files(checkpoint.folder, target)
         tied = {HEAD} if checkpoint.description.tied_embeddings else set()
-        regions = {name: parts for name, parts in loaded.reading.regions.items() if name not in tied}
+        regions = {name: parts for name, parts in loaded.weights.reading.regions.items() if name not in tied}
         with checkpoint.format.open(checkpoint.folder) as reader:
             return self._encode(write_shard(target, rank, reader, regions))
+
+    def sleep(self, level: int) -> None:
+        """Give the memory of the KV cache back, and that of the weights: at level 1 they go to the host's memory, at
+        level 2 they are lost. Again at a higher level is another step down.
+        """
+        loaded, runner = self._need_loaded("sleep"), self._ready("sleep")
+        runner.release_cache()
+        loaded.weights.release(keep=level == 1)
+        loaded.device.trim()
+
+    def wake_up(self, tags: list[str], complete: bool) -> None:
+        """Take the memory named by ``tags`` again, and read weights that are lost from their checkpoint.
+
+        ``complete``: nothing sleeps after that. Raises CheckpointError; then weights are still lost.
+        """
+        loaded, runner = self._need_loaded("wake_up"), self._ready("wake_up")
+        if WEIGHTS in tags:
+            loaded.weights.restore()
+        if KV_CACHE in tags:
+            runner.restore_cache()
+        if complete:
+            runner.record_steps()
+
+    def check_weights(self, model: str) -> None:
+        """Raise ConfigError for a model whose weights cannot take the place of those that are here."""
+        self._need_loaded("check_weights").weights.check(self._find(model))
+
+    def discard_weights(self) -> None:
+        """Let go of the weights on this rank, and of what replicas share; ``load_weights`` brings others."""
+        self._need_loaded("discard_weights").weights.discard()
+
+    def load_weights(self, model: str) -> None:
+        """Read the weights of another model of the same shape; raises CheckpointError, after which they are lost."""
+        self._need_loaded("load_weights").weights.replace(self._find(model))
 
     def start_profile(self, folder: str) -> None:
         """Trace what this rank does from now on."""
@@ -199,6 +233,12 @@ class Worker:
             for part in loaded.decoder.step_parts:
                 part.close()
             loaded.parallel.close()
+
+    def _find(self, model: str) -> Checkpoint:
+        """Another checkpoint, in a format that is found by itself."""
+        config = replace(self._context.config.model, model=model, revision=None, load_format=AUTO)
+        device = self._need_loaded("load_weights").device.torch_device
+        return resolve_checkpoint(config, load_plugins(), NoProgress(), device=device)
 
     def _run_largest_step(self) -> int:
         """See ``ModelRunner.run_largest_step``; in a cache of a block, which is gone afterwards."""

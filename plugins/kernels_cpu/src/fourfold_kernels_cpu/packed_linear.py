@@ -168,6 +168,20 @@ class PackedLinearMethod:
         self._native.call("embedding", slots, out, token_ids, weight.packed)
         return out
 
+    def release_weights(self, *, keep: bool) -> None:
+        """Lose them: the host's memory is where they would be kept. Biases are small, and stay."""
+        if not keep:
+            self._arena.clear()
+
+    def restore_weights(self) -> None:
+        """Have the pages that ``release_weights`` gave back."""
+        self._arena.prepare()
+
+    def discard_weights(self) -> None:
+        """Zero what other replicas would compare with."""
+        self._arena.clear()
+        self._arena.prepare()
+
 
 def _rows(packed: torch.Tensor, columns: int) -> torch.Tensor:
     """The bits of a packed weight, a row an output: [outputs rounded up to panels, inputs rounded up to pairs]."""

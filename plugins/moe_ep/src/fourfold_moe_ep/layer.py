@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+import torch
+
 from fourfold.errors import ConfigError
 from fourfold.layers.mixture import build_experts
 from fourfold.layers.router import RouterGate
@@ -11,8 +13,6 @@ from fourfold.layers.shared_experts import SharedExperts
 from fourfold_moe_ep.spread import spread_of
 
 if TYPE_CHECKING:
-    import torch
-
     from fourfold.contracts.mixture import AllToAll, ExpertPart
     from fourfold.contracts.parallel_layer import TensorSlices
     from fourfold.entries import ParallelLayerContext
@@ -62,7 +62,7 @@ class ExpertParallelLayer:
     def _sum(self, x: torch.Tensor) -> torch.Tensor:
         """All ranks have all tokens: each adds what its own experts make of them."""
         ids, weights = self._router(x)
-        out = self._experts(x, self._spread.slots(self._held.choose(ids)), weights)
+        out = self._compute(x, self._held.choose(ids), weights)
         if self._shared is not None:
             out = out + self._shared(x)
         return out if self._communicator is None else self._communicator.all_reduce(out)
@@ -75,7 +75,7 @@ class ExpertParallelLayer:
         wire.dispatch_send(mine, self._held.choose(ids), weights, sizes=sizes)
         shared = None if self._shared is None or not len(x) else self._shared(x)
         arrived = wire.dispatch_receive()
-        wire.combine_send(self._experts(arrived.x, self._spread.slots(arrived.ids), arrived.weights))
+        wire.combine_send(self._compute(*arrived))
         out = wire.combine_receive()
         if not len(x):  # others needed experts of this rank
             return x
@@ -84,3 +84,9 @@ class ExpertParallelLayer:
             return out if self._communicator is None else self._communicator.all_gather(out, sizes=gathered)
         shared[own] += out
         return shared if self._communicator is None else self._communicator.all_reduce(shared)
+
+    def _compute(self, x: torch.Tensor, physical: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """What this rank's experts make of rows [R, H], by physical experts int32 [R, K] or -1."""
+        if not self._spread.local:
+            return torch.zeros_like(x)
+        return self._experts(x, self._spread.slots(physical), weights)

@@ -52,11 +52,6 @@ class ExpertSpread:
         self.world_size = group.world_size
         self._tensor_rank, self._tensor_ranks = context.rank, context.world_size
         self.num_physical = mixture.num_experts + settings_of(context.config).redundant_experts
-        if self.num_physical < self.world_size:
-            raise ConfigError(
-                f"{self.num_physical} experts cannot be spread over {self.world_size} ranks; take fewer ranks, or "
-                "--moe-ep-redundant-experts to copy experts"
-            )
         backends = context.config.backends
         placement = select("expert placement", registry.expert_placements(), backends.expert_placement, context.config)
         self.placement = placement.entry.name

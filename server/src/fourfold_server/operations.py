@@ -1,0 +1,54 @@
+"""What operators wish of all replicas at once: carried out where engines are up, noted for those that start later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from fourfold.client.engine_client import EngineClient
+from fourfold.engine.operations import sleep_calls, update_calls
+from fourfold.engine.sleep import check_level, check_tags
+from fourfold.messages import TAGS, WEIGHTS
+from fourfold.supervision.deployment_state import changing_state
+
+
+class Operations:
+    """One at a time in a deployment, whichever API server is asked.
+
+    All raise RequestError: status 400 for what cannot be, 409 while another operation runs or an engine starts, 503
+    when no engine is up; and EngineError for what fails on an engine.
+    """
+
+    def __init__(self, client: EngineClient, *, timeout: float) -> None:
+        """``timeout``: seconds for each step of an operation on all engines."""
+        self._client = client
+        self._timeout = timeout
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        await self._client.call_all([("reset_prefix_cache", {})], timeout=self._timeout)
+
+    async def sleep(self, level: int) -> None:
+        """Give memory back; running requests wait until all of it is there again."""
+        check_level(level)
+        with changing_state(self._client.run_directory) as change:
+            self._client.check_all_up()
+            change.write(replace(change.state, sleep_level=level, asleep=TAGS))
+            await self._client.call_all(sleep_calls(level), timeout=self._timeout)
+
+    async def wake_up(self, tags: Sequence[str]) -> None:
+        """Take the memory named by ``tags`` again, all by default."""
+        check_tags(tags)
+        with changing_state(self._client.run_directory) as change:
+            await self._client.call_all([("wake_up", {"tags": list(tags)})], timeout=self._timeout)
+            asleep = tuple(tag for tag in change.state.asleep if tags and tag not in tags)
+            change.write(replace(change.state, asleep=asleep))
+
+    async def update_weights(self, model: str) -> None:
+        """Go on with the weights of another checkpoint of the model; nothing changes unless it fits on every rank."""
+        with changing_state(self._client.run_directory) as change:
+            await self._client.call_all([("check_weights", {"model": model})], timeout=self._timeout)
+            change.write(replace(change.state, weights=model))
+            await self._client.call_all(update_calls(model), timeout=self._timeout)
+            change.write(replace(change.state, asleep=tuple(tag for tag in change.state.asleep if tag != WEIGHTS)))

@@ -1,0 +1,113 @@
+"""What operators ask of all replicas: the routes, who may use them, and what a later start finds noted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from fourfold.supervision.deployment_state import DeploymentState, changing_state, read_state
+from fourfold_server.authentication import is_loopback
+from fourfold_server.config import ServerConfig
+
+BOTH = ["weights", "kv_cache"]
+
+
+def test_sleep_and_wake_up(start_server: Any) -> None:
+    server = start_server()
+    reply = server.http.post("/admin/sleep?level=2")
+    assert (reply.status_code, reply.json()) == (200, {"is_sleeping": True, "replicas": [{"rank": 0, "asleep": BOTH}]})
+    assert server.engine.operations == [("halt", {}), ("sleep", {"level": 2})]
+    assert read_state(server.run_directory) == DeploymentState(sleep_level=2, asleep=("weights", "kv_cache"))
+    refused = server.complete()
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert "engine 0 is asleep" in refused.json()["error"]["message"]
+    assert server.http.get("/readyz").status_code == 503
+    assert server.http.get("/livez").status_code == 200
+
+    assert server.http.post("/admin/wake_up?tags=weights").status_code == 200
+    assert server.engine.operations[-1] == ("wake_up", {"tags": ["weights"]})
+    assert read_state(server.run_directory).asleep == ("kv_cache",)
+    assert server.http.post("/admin/wake_up").json()["is_sleeping"] is False
+    assert read_state(server.run_directory).asleep == ()
+    assert server.http.get("/admin/is_sleeping").json()["is_sleeping"] is False
+    assert server.complete().status_code == 200
+
+
+def test_update_weights(start_server: Any) -> None:
+    server = start_server()
+    update = {"model": "/models/new"}
+    server.engine.refusals["check_weights"] = "rank 1: the checkpoint lacks model.norm.weight"
+    refused = server.http.post("/admin/update_weights", json=update)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == "engine 0: rank 1: the checkpoint lacks model.norm.weight"
+    assert server.engine.operations == [("check_weights", update)]
+    assert read_state(server.run_directory) == DeploymentState()
+    server.engine.refusals.clear()
+    assert server.http.post("/admin/update_weights", json=update).status_code == 200
+    assert server.engine.operations[2:] == [("halt", {}), ("discard_weights", {}), ("load_weights", update)]
+    assert read_state(server.run_directory).weights == "/models/new"
+
+
+def test_one_operation_at_a_time(start_server: Any) -> None:
+    server = start_server()
+    with changing_state(server.run_directory):
+        for path in ("/admin/sleep", "/admin/wake_up"):
+            reply = server.http.post(path)
+            assert (reply.status_code, "another operation" in reply.text) == (409, True)
+    assert server.http.post("/admin/reset_prefix_cache").status_code == 200
+    assert server.engine.operations == [("reset_prefix_cache", {})]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/admin/sleep?level=3", None, "level is 3"),
+        ("/admin/sleep?level=x", None, "level"),
+        ("/admin/wake_up?tags=weights&tags=all", None, "no tag 'all'"),
+        ("/admin/update_weights", {}, "model is None"),
+        ("/admin/update_weights", {"model": 5}, "model is 5"),
+        ("/admin/update_weights", {"model": " "}, "model is ' '"),
+        ("/admin/update_weights", {"model": "a", "x": 1}, "unknown field 'x'; the fields are model"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_called(server: Any, path: str, body: Any, message: str) -> None:
+    before = list(server.engine.operations)
+    reply = server.http.post(path, json=body) if body is not None else server.http.post(path)
+    assert reply.status_code == 400
+    assert message in reply.json()["error"]["message"]
+    assert server.engine.operations == before
+
+
+def test_without_a_key_only_this_host_administers(start_server: Any) -> None:
+    # The socket of these tests is on the loopback; what counts is what the server was told to listen on.
+    server = start_server(config=ServerConfig(host="0.0.0.0"))
+    for path in ("/admin/sleep", "/admin/replicas/0/restart", "/admin/nonsense", "/v1/load_lora_adapter"):
+        reply = server.http.post(path)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (403, "admin_routes_closed")
+    assert server.complete().status_code == 200
+    assert server.engine.operations == []
+
+
+def test_with_a_key_its_holders_administer(start_server: Any) -> None:
+    server = start_server(config=ServerConfig(host="0.0.0.0", api_key="k"))
+    assert server.http.post("/admin/sleep").status_code == 401
+    reply = httpx.post(f"{server.url}/admin/sleep", headers={"authorization": "Bearer k"})
+    assert reply.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("localhost", True),
+        ("::", False),
+        ("0.0.0.0", False),
+        ("example.org", False),
+    ],
+)
+def test_is_loopback(host: str, loopback: bool) -> None:
+    assert is_loopback(host) is loopback

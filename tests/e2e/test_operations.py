@@ -1,0 +1,112 @@
+"""What operators do to running replicas: sleep and other weights, while streams run and replicas die."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold import LLM, SamplingParams
+from fourfold.errors import ConfigError, EngineError
+
+from .conftest import Start
+from .running_server import Server, Stream, wait_until
+from .test_lifecycle import completion
+from .test_replicas import SEEDED, TWO, processes, replicas
+
+
+def post(server: Server, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    with server.client() as client:
+        reply = client.post(path, json=body)
+    assert reply.status_code == 200, reply.text
+    answer: dict[str, Any] = reply.json()
+    return answer
+
+
+def text_of(server: Server, rank: int) -> str:
+    with server.client() as client:
+        reply = client.post("/v1/completions", json=completion(20), headers={"x-data-parallel-rank": str(rank)})
+    assert reply.status_code == 200, reply.text
+    text: str = reply.json()["choices"][0]["text"]
+    return text
+
+
+def kill(server: Server, label: str, state: str) -> None:
+    """Kill a replica and wait until another one in its place is in this state."""
+    victim = processes(server, "engine_core")[label]
+    os.kill(victim, signal.SIGKILL)
+    wait_until(lambda: processes(server, "engine_core").get(label, victim) != victim, 30, f"another {label}")
+    wait_until(lambda: replicas(server) == [state] * 2, 60, f"both replicas {state}")
+
+
+def generate(llm: LLM) -> list[list[int]]:
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    return [result.outputs[0].token_ids for result in llm.generate(["a", "b c"], params)]
+
+
+def save_other_weights(tiny_model: Path, folder: Path) -> Path:
+    """The tiny model with other random weights."""
+    with LLM(str(tiny_model), load_format="dummy", dtype="float32", seed=5, num_blocks=600) as llm:
+        llm.save_sharded_state(folder)
+    return folder
+
+
+def test_replicas_sleep_and_take_other_weights_together(start: Start, tiny_model: Path, tmp_path: Path) -> None:
+    server = start(*TWO)
+    body = completion(400, **SEEDED)
+    reference = Stream(server, "/v1/completions", body)
+    reference.join()
+    old = text_of(server, 0)
+
+    streams = [Stream(server, "/v1/completions", body) for _ in range(4)]
+    for opened in streams:
+        opened.wait_for_events(3)
+    assert post(server, "/admin/sleep?level=2")["is_sleeping"]
+    wait_until(lambda: all(server.status("/readyz") == 503 for _ in range(4)), 5, "every API server to know")
+    count = [len(opened.events) for opened in streams]
+    kill(server, "DP0", "asleep")  # which is asleep again when it is back, and its streams are still there
+    assert [len(opened.events) for opened in streams] == count
+    assert post(server, "/admin/wake_up?tags=weights")["is_sleeping"]
+    assert not post(server, "/admin/wake_up")["is_sleeping"]
+    for opened in streams:
+        opened.join()
+        assert (opened.error, opened.text) == (None, reference.text)
+
+    with server.client() as client:
+        refused = client.post("/admin/update_weights", json={"model": str(tmp_path)})
+    assert (refused.status_code, str(tmp_path) in refused.text) == (400, True)
+    assert text_of(server, 1) == old
+    other = save_other_weights(tiny_model, tmp_path / "other")
+    post(server, "/admin/update_weights", {"model": str(other)})
+    new = text_of(server, 0)
+    assert new != old
+    assert text_of(server, 1) == new
+    kill(server, "DP1", "running")
+    assert text_of(server, 1) == new
+    wait_until(lambda: server.metric("fourfold_kv_cache_usage") == 0, 5, "all blocks free")
+
+
+@pytest.mark.parametrize("cut", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp", "pp"])
+def test_all_ranks_sleep_and_take_other_weights(
+    cut: dict[str, int], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    other = save_other_weights(tiny_model, tmp_path / "other")
+    options: dict[str, Any] = {"dtype": "float32", "num_blocks": 600}
+    with LLM(str(other), **options) as llm:
+        expected = generate(llm)
+    with LLM(str(tiny_model), load_format="dummy", **options, **cut) as llm:
+        before = generate(llm)
+        llm.sleep(level=2)
+        with pytest.raises(EngineError, match="the engine is asleep"):
+            generate(llm)
+        llm.wake_up()
+        llm.reset_prefix_cache()
+        assert generate(llm) == before
+        with pytest.raises(ConfigError, match="rank 0: there is no file or folder '/nowhere'"):
+            llm.update_weights("/nowhere")
+        llm.update_weights(other)
+        assert generate(llm) == expected != before
