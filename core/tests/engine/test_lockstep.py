@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import zmq
 
 from fourfold.contracts.step_part import StepVote
 from fourfold.coordinator.coordinator_loop import CoordinatorLoop
+from fourfold.coordinator.waves import WaveState
 from fourfold.engine.engine_loop import EngineLoop
 from fourfold.messages import AddRequest, EngineStats, FinishReason, RequestOutput
 from fourfold.sampling_params import SamplingParams
@@ -102,13 +104,13 @@ class Deployment:
             for engine, core in enumerate(self.cores)
         ]
         self.coordinator = self.start_coordinator()
-        self.threads = [threading.Thread(target=loop.run) for loop in self.loops]
+        self.threads = [threading.Thread(target=loop.run, daemon=True) for loop in self.loops]
         for thread in self.threads:
             thread.start()
 
     def start_coordinator(self) -> tuple[CoordinatorLoop, threading.Thread]:
         loop = CoordinatorLoop(self.folder, num_engines=NUM_ENGINES, num_clients=1)
-        thread = threading.Thread(target=loop.run)
+        thread = threading.Thread(target=loop.run, daemon=True)
         thread.start()
         return loop, thread
 
@@ -129,7 +131,19 @@ class Deployment:
             message = msgspec.msgpack.decode(self.client.recv())
             missing -= {output["request_id"] for output in message.get("outputs", [])}
 
+    def wait_until_all_sleep(self) -> None:
+        deadline, pause = time.monotonic() + DEADLINE, threading.Event()
+        while not self._all_sleep():
+            assert time.monotonic() < deadline, "a wave goes on"
+            pause.wait(0.01)
+
+    def _all_sleep(self) -> bool:
+        idle = self.coordinator[0]._waves.state is WaveState.IDLE
+        waves = [loop._wave for loop in self.loops]
+        return idle and not any(core.has_work for core in self.cores) and all(w and w.epoch is None for w in waves)
+
     def close(self) -> None:
+        self.wait_until_all_sleep()
         for loop in self.loops:
             loop.stop()
         for thread in self.threads:
@@ -162,10 +176,7 @@ def test_steps_are_equal_once_all_sleep(deployment: Deployment) -> None:
     for number in range(20):
         deployment.run(number % NUM_ENGINES, f"first {number}", 1 + number % 4)
     deployment.wait_for(*(f"first {number}" for number in range(20)))
-    for loop in deployment.loops:  # each ends once it is in no wave
-        loop.stop()
-    for thread in deployment.threads:
-        thread.join(DEADLINE)
+    deployment.wait_until_all_sleep()
     assert len({core.steps for core in deployment.cores}) == 1
 
 

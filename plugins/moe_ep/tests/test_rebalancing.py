@@ -106,7 +106,8 @@ def rebalances(rank: Rank) -> list[float]:
     generator = torch.Generator().manual_seed(rank.rank)
     with cases.grouped(rank, COMM) as group:
         layers = build(group, "shm", interval=5, gain=0.05)
-        favourite = TENSORS["router.weight"][0]
+        # experts 3 and 4 have one copy each, both on rank 0
+        favourite = TENSORS["router.weight"][3] + TENSORS["router.weight"][4]
         rebalancing = layers[0]._spread._rebalancing
         assert rebalancing is not None
         seen = []
@@ -124,7 +125,7 @@ def test_hot_experts_are_copied_and_all_ranks_count_alike(rank_pool: Pool) -> No
     assert first == other
     before, after, num_rebalances, moves = first
     assert after > before + 0.05
-    assert num_rebalances == 1
+    assert num_rebalances >= 1
     assert moves > 0
 
 
