@@ -14,6 +14,7 @@ from fourfold.entries import AttentionContext, ComputeContext
 from fourfold.layers.latent_attention import ValueOutput
 from fourfold.layers.partition import cut_heads
 from fourfold.layers.rotary import rotary_table
+from fourfold.layers.weight_memory import WeightMemory
 from fourfold.layers.whole_norm import WholeNorm
 from fourfold.models.backends import build_backend, log_passed_over
 from fourfold.models.decoder import Decoder
@@ -56,6 +57,8 @@ class BuiltDecoder:
     """Checkpoint tensor name -> takes this rank's part of it."""
     linear_method: LinearMethod
     """Holds the weights of all linear layers."""
+    expert_memory: WeightMemory | None
+    """Holds those of all experts; None where there are none."""
 
 
 class DecoderBuilder:
@@ -106,6 +109,7 @@ class DecoderBuilder:
         self._chosen = {"attention": attention_name, "linear_method": linear_name, "operators": operators_name}
         self._parameters: dict[str, Load] = {}
         self._shared: dict[str, StepPart] = {}
+        self._expert_memory = None if description.mixture is None else WeightMemory(device)
         """What moe layers have in common."""
 
     def build(self) -> BuiltDecoder:
@@ -133,7 +137,12 @@ class DecoderBuilder:
             block_size=self._config.cache.block_size,
             step_parts=tuple(self._shared.values()),
         )
-        return BuiltDecoder(decoder=decoder, parameters=self._parameters, linear_method=self._method)
+        return BuiltDecoder(
+            decoder=decoder,
+            parameters=self._parameters,
+            linear_method=self._method,
+            expert_memory=self._expert_memory,
+        )
 
     def _build_embedding(self) -> VocabularyLayer:
         d = self._description
@@ -251,6 +260,7 @@ class DecoderBuilder:
             operators=self._operators,
             registry=self._registry,
             shared=self._shared,
+            expert_memory=self._expert_memory,
             expert_group=self._expert_group,
         )
         for name, tensor in mixture_tensors(d).items():
