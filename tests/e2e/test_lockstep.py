@@ -104,6 +104,7 @@ LAYOUTS = {
     "pp 2": ["--pipeline-parallel-size", "2", "--all-to-all", "all_to_all_single"],
     "tp 2, pp 2": ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"],
     "over tcp": ["--comm", "gloo"],
+    "microbatches": ["--enable-dbo", "--dbo-decode-tokens", "2", "--dbo-prefill-tokens", "2"],
     "three replicas": ["--data-parallel-size", "3", "--all-to-all", "allgather_reducescatter"],
     "experts that move": ["--moe-ep-redundant-experts", "1", "--moe-ep-rebalance-interval", "4"],
 }

@@ -44,6 +44,8 @@ def build_engine(config: EngineConfig, registry: PluginRegistry, *, dp_rank: int
     started = time.monotonic()
     description = describe_checkpoint(config.model, registry, NoProgress())
     check_cut(description, config.parallel)
+    if config.parallel.enable_dbo and not config.parallel.enable_expert_parallel:
+        raise ConfigError("--enable-dbo overlaps tokens' travel to experts; it needs --enable-expert-parallel")
     if config.parallel.enable_expert_parallel and description.mixture is None:
         raise ConfigError(
             f"{description.architecture} has no experts to spread over ranks; leave out --enable-expert-parallel"

@@ -299,7 +299,7 @@ class ModelRunner:
         num_tokens = sum(entry.num_tokens for entry in message.scheduled)
         vote = message.vote or StepVote(has_work=True, may_pause=False)
         for part in self._step_parts:
-            vote = part.begin_step(num_tokens, vote)
+            vote = part.begin_step(num_tokens, vote, is_decode=num_tokens == len(message.scheduled))
         return vote
 
     def _update_state(self, message: StepMessage) -> dict[int, str]:

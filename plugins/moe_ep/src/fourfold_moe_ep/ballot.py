@@ -18,6 +18,8 @@ class Outcome(NamedTuple):
     tokens: list[int]
     """Of each engine."""
     vote: StepVote
+    cut: bool
+    """Whether all cut their tokens in two, since all want to and can."""
 
 
 class Ballot:
@@ -28,9 +30,9 @@ class Ballot:
         self._link = link
         self._ranks_per_engine = ranks_per_engine
 
-    def hold(self, num_tokens: int, vote: StepVote) -> Outcome:
+    def hold(self, num_tokens: int, vote: StepVote, *, wants_cut: bool) -> Outcome:
         """Every rank must call this, as often as the others."""
-        mine = torch.tensor([[num_tokens, vote.has_work, vote.may_pause]], dtype=torch.int32)
+        mine = torch.tensor([[num_tokens, vote.has_work, vote.may_pause, wants_cut]], dtype=torch.int32)
         rows = self._link.all_gather(mine)[:: self._ranks_per_engine].tolist()
         reduced = StepVote(has_work=any(row[1] for row in rows), may_pause=all(row[2] for row in rows))
-        return Outcome([row[0] for row in rows], reduced)
+        return Outcome([row[0] for row in rows], reduced, cut=all(row[0] > 1 and row[3] for row in rows))

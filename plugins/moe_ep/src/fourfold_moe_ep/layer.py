@@ -69,14 +69,17 @@ class ExpertParallelLayer:
 
     def _travel(self, x: torch.Tensor, wire: AllToAll) -> torch.Tensor:
         """Each rank sends off its share of the tokens that it has in common with its tensor-parallel peers."""
-        own, sizes = self._spread.own_tokens(len(x)), self._spread.sizes(len(x))
+        spread = self._spread
+        own, sizes, channel = spread.own_tokens(len(x)), spread.sizes(len(x)), spread.channel
         mine = x[own]
         ids, weights = self._router(mine)
-        wire.dispatch_send(mine, self._held.choose(ids), weights, sizes=sizes)
+        wire.dispatch_send(mine, self._held.choose(ids), weights, sizes=sizes, channel=channel)
         shared = None if self._shared is None or not len(x) else self._shared(x)
-        arrived = wire.dispatch_receive()
-        wire.combine_send(self._compute(*arrived))
-        out = wire.combine_receive()
+        spread.hand_over()
+        arrived = wire.dispatch_receive(channel=channel)
+        wire.combine_send(self._compute(*arrived), channel=channel)
+        spread.hand_over()
+        out = wire.combine_receive(channel=channel)
         if not len(x):  # others needed experts of this rank
             return x
         if shared is None:
