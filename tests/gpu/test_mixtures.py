@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from fourfold import LLM, SamplingParams
+from fourfold.testing.expert_choosing import ExpertChoosingConformance
 from fourfold.testing.experts import ExpertsConformance
 from fourfold.testing.upcycling import upcycle
 
@@ -32,6 +33,11 @@ class TestGroupedExperts(ExpertsConformance):
     name = "grouped"
     device = "cuda"
     dtypes = ("bfloat16",)
+
+
+class TestChoosing(ExpertChoosingConformance):
+    name = "triton"
+    device = "cuda"
 
 
 @pytest.fixture
