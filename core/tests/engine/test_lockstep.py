@@ -16,7 +16,7 @@ from fourfold.contracts.step_part import StepVote
 from fourfold.coordinator.coordinator_loop import CoordinatorLoop
 from fourfold.coordinator.waves import WaveState
 from fourfold.engine.engine_loop import EngineLoop
-from fourfold.messages import AddRequest, EngineStats, FinishReason, RequestOutput
+from fourfold.messages import AddRequest, CallUtility, EngineStats, FinishReason, RequestOutput
 from fourfold.sampling_params import SamplingParams
 
 NUM_ENGINES = 3
@@ -178,6 +178,17 @@ def test_steps_are_equal_once_all_sleep(deployment: Deployment) -> None:
     deployment.wait_for(*(f"first {number}" for number in range(20)))
     deployment.wait_until_all_sleep()
     assert len({core.steps for core in deployment.cores}) == 1
+
+
+def test_an_engine_that_serves_others_does_not_sleep(deployment: Deployment) -> None:
+    call = CallUtility(client=0, call_id=1, method="sleep", arguments={"level": 1})
+    deployment.senders[1].send(msgspec.msgpack.encode(call))
+    reply: dict[str, Any] = {}
+    while "call_id" not in reply:
+        assert deployment.client.poll(int(1000 * DEADLINE))
+        reply = msgspec.msgpack.decode(deployment.client.recv())
+    assert reply["error_status"] == 400
+    assert "neither sleep nor change" in reply["error"]
 
 
 def test_a_new_coordinator_hears_of_work_that_the_last_one_has_lost(deployment: Deployment) -> None:

@@ -256,11 +256,13 @@ class EngineLoop:
     def _call_utility(self, call: CallUtility) -> UtilityReply:
         result: Any = None
         failure, status = None, 500
-        if OPERATIONS.get(call.method):
+        if OPERATIONS.get(call.method) and self._wave is None:
             for outputs in self._core.settle():
                 self._send_step(outputs)
         if call.method not in OPERATIONS:
             failure = f"no utility called {call.method!r}; there are: {', '.join(sorted(OPERATIONS))}"
+        elif OPERATIONS[call.method] and self._wave is not None:
+            failure, status = "engines that share experts neither sleep nor change their weights; restart them", 400
         else:
             try:
                 result = getattr(self._core, call.method)(**call.arguments)
