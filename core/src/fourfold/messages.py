@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
 from fourfold.contracts.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from fourfold.contracts.step_part import StepVote
 from fourfold.sampling_params import SamplingParams
-
-WEIGHTS: Final = "weights"
-KV_CACHE: Final = "kv_cache"
-TAGS: Final = (WEIGHTS, KV_CACHE)
-"""What sleeps and wakes up."""
 
 
 class FinishReason(StrEnum):
@@ -44,6 +39,8 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     """Unix seconds."""
     cache_salt: str = ""
     """Only requests of equal salt share prefix-cache blocks."""
+    adapter: str = ""
+    """The LoRA adapter that computes it, by the name that ``load_adapter`` gave it; empty: the model alone."""
     output_token_ids: list[int] = []
     """What it brought on another engine, before that one ended: goes on after these, and they count as output."""
     attempt: int = 0
@@ -136,22 +133,18 @@ class EngineStats(msgspec.Struct, kw_only=True):
     layer_counters: dict[str, float] = {}
     """Figures that layers keep, by name, as of the last steps."""
     prefix_marks: bytes | None = None
-    """What the prefix cache holds, for ``fourfold.engine.prefix_cache.read_marks``: 4 KiB at most, the last used prefix
-    last. None: as it was told before.
-    """
+    """What the prefix cache holds, for ``prefix_cache.read_marks``: up to 4 KiB, last used last. None: as before."""
 
     asleep: tuple[str, ...] = ()
-    """Which of ``TAGS`` are; while any is, no request is taken."""
+    """Which of ``fourfold.sleep_tags`` are; while any is, no request is taken."""
     sleep_changes: int = 0
     """How often ``asleep`` has changed."""
 
     @property
     def version(self) -> int:
-        """Grows with every request, every step and every sleep, so that of two reports of one incarnation the later one
-        is known.
-        """
-        requests = 2 * self.requests_finished + self.num_running + self.num_waiting
-        return self.num_steps + requests + self.sleep_changes
+        """Grows with all that happens, so that of two reports of one incarnation the later one is known."""
+        taken = 2 * self.requests_finished + self.num_running + self.num_waiting
+        return self.num_steps + taken + self.sleep_changes
 
 
 class StageInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,7 +204,7 @@ class UtilityReply(msgspec.Struct, frozen=True, kw_only=True, tag="utility_reply
     result: Any = None
     error: str | None = None
     error_status: int = 500
-    """With ``error``: the HTTP status that says whose fault it is."""
+    """The HTTP status of ``error``."""
 
 
 # --- engine core -> coordinator -> API servers -------------------------------------------------------------------
@@ -334,6 +327,8 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True):
     """Output before a preemption; known tokens are the prompt and these. If there are any, prompt log probabilities
     were sent already.
     """
+    adapter: int = 0
+    """The slot of its LoRA adapter; 0: none."""
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -359,9 +354,7 @@ class StepMessage(msgspec.Struct, frozen=True, kw_only=True):
     scheduled: list[ScheduledRequest] = []
     """Order is the order of the batch."""
     ended: list[int] = []
-    """Slots freed before this step, applied before ``new``, which may use them again. No step that names their request
-    is in the air any more.
-    """
+    """Slots freed before ``new``, which may use them again; no step that names their requests is in the air."""
     vote: StepVote | None = None
     """Of an engine that steps together with others; it may have nothing scheduled then."""
 
@@ -381,9 +374,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
     forward_seconds: float = 0.0
     """Time in the model and the sampler."""
     vote: StepVote | None = None
-    """What the votes of all engines that step together came to."""
     counters: dict[str, float] = {}
-    """Now and then: named figures of the layers."""
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):

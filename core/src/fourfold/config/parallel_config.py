@@ -33,7 +33,7 @@ class ParallelConfig:
     """Tokens of a step of decodes from which it is cut in two."""
     dbo_prefill_tokens: int = 512
     """The same of a step with parts of prompts."""
-    data_parallel_address: str = ""
+    lockstep_meeting: str = ""
     """Where replicas that share experts meet, as file://PATH or tcp://HOST:PORT; serve has a place of its own."""
     pipeline_partition: str = "auto"
     """Layers of each stage, such as 7,8,8,7; auto: the slowest stage is as fast as it can be, by the sizes of the

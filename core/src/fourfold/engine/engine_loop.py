@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
+from fourfold.addresses import api_address, coordinator_address, engine_address, wave_address
 from fourfold.contracts.step_part import StepVote
 from fourfold.coordinator.waves import CoordinatorNotice, RankInput, WaveRank
 from fourfold.engine.operations import OPERATIONS
@@ -109,23 +110,29 @@ class EngineLoop:
         self._incarnation = incarnation
         self._context = zmq.Context()
         self._inputs = self._context.socket(zmq.PULL)
-        self._inputs.bind(f"ipc://{run_directory}/engine-{engine}")
+        self._inputs.bind(engine_address(run_directory, engine, incarnation))
         self._clients = [
-            _Peer(self._context, f"ipc://{run_directory}/api-{index}", _MAX_QUEUED_OUTPUTS)
+            _Peer(self._context, api_address(run_directory, index), _MAX_QUEUED_OUTPUTS)
             for index in range(num_api_servers)
         ]
         self._coordinator = (
-            _Peer(self._context, f"ipc://{run_directory}/coordinator", _MAX_QUEUED_REPORTS) if coordinated else None
+            _Peer(self._context, coordinator_address(run_directory), _MAX_QUEUED_REPORTS) if coordinated else None
         )
-        self._wave = WaveRank(engine, self._tell_coordinator) if lockstep else None
+        self._wave: WaveRank | None = None
+        if lockstep:
+            self._wave = WaveRank(engine, self._tell_coordinator)
+            self._wave_inputs = self._context.socket(zmq.PULL)
+            self._wave_inputs.bind(wave_address(run_directory, engine))
         self._orders: deque[EngineOrder] = deque()
         self._draining = False
         self._wake_lock = threading.Lock()
         self._stop_event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poller = zmq.Poller()
         self._poller.register(self._inputs, zmq.POLLIN)
+        if self._wave is not None:
+            self._poller.register(self._wave_inputs, zmq.POLLIN)
         self._poller.register(self._stop_event, zmq.POLLIN)
-        self._decoder = msgspec.msgpack.Decoder(EngineInput | RankInput)
+        self._decoder = msgspec.msgpack.Decoder(EngineInput)
         self._marks = b""
         self._marks_time = 0.0
         self._stopping = False
@@ -165,6 +172,8 @@ class EngineLoop:
                 self._send_step(core.step())
                 return True
             return False
+        while self._wave_inputs.poll(0):
+            wave.receive(msgspec.msgpack.decode(self._wave_inputs.recv(), type=RankInput))
         if wave.epoch is None:
             if core.has_work:
                 wave.work_arrived()
@@ -228,11 +237,8 @@ class EngineLoop:
                 continue
             self._handle(message)
 
-    def _handle(self, message: AddRequest | AbortRequests | CallUtility | RankInput) -> None:
-        if isinstance(message, RankInput):
-            if self._wave is not None:
-                self._wave.receive(message)
-        elif isinstance(message, AbortRequests):
+    def _handle(self, message: AddRequest | AbortRequests | CallUtility) -> None:
+        if isinstance(message, AbortRequests):
             self._core.abort(message.request_ids)
         elif not 0 <= message.client < len(self._clients):
             logger.error("dropped an input of API server %d, which does not exist", message.client)

@@ -35,6 +35,7 @@ from fourfold.worker.step_inputs import InputBuffers, SamplingInputs, StepInputs
 if TYPE_CHECKING:
     from fourfold.config.scheduler_config import SchedulerConfig
     from fourfold.contracts.kv_cache_spec import KVCacheConfig
+    from fourfold.models.adapters import AdapterSlots
     from fourfold.worker.penalties import SeenTokens
     from fourfold.worker.pipeline_stage import PipelineStage
 
@@ -67,6 +68,7 @@ class ModelRunner:
         max_model_len: int,
         vocabulary_size: int,
         parallel: ModelParallel = ALONE,
+        adapters: AdapterSlots | None = None,
         join: Callable[[RequestState], PipelineStage] | None = None,
         step_parts: Sequence[StepPart] = (),
         lockstep: bool = False,
@@ -78,6 +80,7 @@ class ModelRunner:
         self._model = model
         self._parallel = parallel
         self._device = device
+        self._adapters = adapters
         self._vocabulary_size = vocabulary_size
         self._num_groups = len(cache.groups)
         self._max_tokens = scheduler.max_num_batched_tokens
@@ -121,7 +124,11 @@ class ModelRunner:
         if not message.scheduled:
             return LaunchedStep(message.step, device=self._device, errors=errors, vote=vote)
         plan = StepPlan.of(message.scheduled)
-        size = self._graphs.size_for(plan.num_requests) if plan.is_decode else None
+        adapted = self._adapters is not None and self._adapters.activate(
+            self._state.adapters[plan.slots], plan.counts, self._device.upload
+        )
+        # Recorded steps know no adapters.
+        size = self._graphs.size_for(plan.num_requests) if plan.is_decode and not adapted else None
         self._buffers.fill(plan, padded_to=size or 0)
         started = time.perf_counter()  # what lies before is overhead in the engine's books
         if self._pipeline is not None:
