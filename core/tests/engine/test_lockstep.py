@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import zmq
 
+from fourfold.addresses import engine_address
 from fourfold.contracts.step_part import StepVote
 from fourfold.coordinator.coordinator_loop import CoordinatorLoop
 from fourfold.coordinator.waves import WaveState
@@ -90,7 +91,7 @@ class Deployment:
         self.client.bind(f"ipc://{folder}/api-0")
         self.senders = [self.context.socket(zmq.PUSH) for _ in range(NUM_ENGINES)]
         for engine, sender in enumerate(self.senders):
-            sender.connect(f"ipc://{folder}/engine-{engine}")
+            sender.connect(engine_address(folder, engine, 1))
         self.loops = [
             EngineLoop(
                 core,

@@ -57,7 +57,7 @@ def connect(context: WorkerContext, registry: PluginRegistry, *, device: torch.d
     if not context.config.parallel.lockstep:
         return parallel
     store = _open_meeting(context)
-    connector = _Connector(context.config, registry, store, device)
+    connector = _Connector(context, registry, store, device)
     rank = context.dp_rank * context.layout.engine_world_size + context.rank
     return replace(parallel, ep=connect_experts(context.layout, rank, connector.links))
 
