@@ -11,12 +11,13 @@ from functools import partial
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING
 
+import torch
+
 from fourfold.contracts.kv_cache_spec import KVCacheSpec
 from fourfold.errors import EngineError
+from fourfold.models.microbatches import cut_metadata, cut_tokens
 
 if TYPE_CHECKING:
-    import torch
-
     from fourfold.contracts.attention_backend import AttentionMetadata
     from fourfold.contracts.operators import Operators
     from fourfold.contracts.parallel_layer import HeadLayer, ParallelLayer
@@ -111,6 +112,45 @@ class Decoder:
         """``hidden`` [T, H], still to be added to ``residual`` [T, H], through this stage's layers; both are returned
         as the next stage takes them, and may be overwritten. ``hidden`` is None on the first stage.
         """
+        for part in self.step_parts:
+            turns = part.take_turns(len(residual))
+            if turns is not None:
+                halves = self._cut(hidden, residual, positions, kv_caches, metadata)
+                (first, first_residual), (second, second_residual) = turns(halves)
+                return torch.cat([first, second]), torch.cat([first_residual, second_residual])
+        return self._run_layers(hidden, residual, positions, kv_caches, metadata)
+
+    def _cut(
+        self,
+        hidden: torch.Tensor | None,
+        residual: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: Sequence[torch.Tensor],
+        metadata: Sequence[AttentionMetadata],
+    ) -> list[Callable[[], tuple[torch.Tensor, torch.Tensor]]]:
+        """``run_layers`` of each half of the tokens."""
+        at, _ = cut_tokens(len(residual))
+        cut = {id(one): cut_metadata(one, at) for one in metadata}  # layers of one kind share theirs
+        return [
+            partial(
+                self._run_layers,
+                None if hidden is None else hidden[tokens],
+                residual[tokens],
+                positions[tokens],
+                kv_caches,
+                [cut[id(one)][half] for one in metadata],
+            )
+            for half, tokens in enumerate((slice(0, at), slice(at, None)))
+        ]
+
+    def _run_layers(
+        self,
+        hidden: torch.Tensor | None,
+        residual: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: Sequence[torch.Tensor],
+        metadata: Sequence[AttentionMetadata],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if hidden is None:
             normed = self._first_norm(residual)
         else:
