@@ -1,7 +1,8 @@
 """A Ray cluster of some nodes on this host, for as long as standard input is open: Ray's own kind for tests.
 
 ``python cluster_program.py 4 2 2``: three nodes of so many CPUs. Prints the address, then obeys ``kill N`` and
-``add CPUS`` and prints a line when that is done.
+``add CPUS`` or ``add CPUS PATH``, where PATH is one more place that this node finds modules in, and prints a line when
+that is done.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ def main(cpus: list[int]) -> None:
         nodes = [cluster.head_node, *(cluster.add_node(num_cpus=count, **common) for count in cpus[1:])]
         print(cluster.address, flush=True)
         for line in sys.stdin:
-            word, number = line.split()
+            word, number, *path = line.split()
             if word == "kill":
                 cluster.remove_node(nodes[int(number)], allow_graceful=False)
             else:
+                if path:
+                    os.environ["PYTHONPATH"] = f"{path[0]}{os.pathsep}{os.environ['PYTHONPATH']}"
                 nodes.append(cluster.add_node(num_cpus=int(number), **common))
             print("done", flush=True)
 

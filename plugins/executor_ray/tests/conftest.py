@@ -36,9 +36,9 @@ class RayCluster:
         """A node dies, with all its processes."""
         self._ask(f"kill {node}")
 
-    def add(self, cpus: int) -> None:
-        """Another node joins."""
-        self._ask(f"add {cpus}")
+    def add(self, cpus: int, path: str = "") -> None:
+        """Another node joins, which finds more modules in ``path``."""
+        self._ask(f"add {cpus} {path}")
 
     def _ask(self, order: str) -> None:
         assert self._process.stdin is not None

@@ -131,6 +131,22 @@ def test_a_cluster_with_a_token_lets_in_who_has_it(start: Start, monkeypatch: py
             start(2)
 
 
+@pytest.mark.long
+def test_a_node_with_other_plugins_is_refused_by_name(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stray_plugin.py").write_text('FOURFOLD_CONTRACT = ">=1.0,<2"\n')
+    metadata = tmp_path / "stray_plugin-7.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: stray-plugin\nVersion: 7.1\n")
+    (metadata / "entry_points.txt").write_text("[fourfold]\nstray = stray_plugin\n")
+    with started_cluster(1) as cluster:
+        cluster.add(1, str(tmp_path))
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        with pytest.raises(ConfigError, match=r"^node \S+ does not fit: .* has stray-plugin 7.1 as plugin 'stray'"):
+            start(1, 2)
+
+
 IN_A_PROGRAM = """
 import ray, sys
 from ray.util.placement_group import placement_group

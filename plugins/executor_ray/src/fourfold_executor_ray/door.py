@@ -39,10 +39,9 @@ class Door:
         self._thread = threading.Thread(target=self._run, name="ray-door", daemon=True)
         self._thread.start()
 
-    @property
-    def missing(self) -> list[int]:
-        """Ranks that have not come."""
-        return sorted(self._ranks - self._streams.keys())
+    def has_let_in(self, rank: int) -> bool:
+        """Whether a rank has come."""
+        return rank in self._streams
 
     def close(self) -> None:
         """Let nobody in any more, and send those away that came before all had. Idempotent."""
@@ -53,7 +52,7 @@ class Door:
     def _run(self) -> None:
         try:
             with self._listener:
-                while self.missing:
+                while self._ranks - self._streams.keys():
                     self._let_in(self._listener.accept()[0])
         except OSError:  # closed
             for stream in self._streams.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import secrets
@@ -77,6 +78,8 @@ class RayExecutor(RankExecutor):
         self._folder = Path(tempfile.mkdtemp(prefix="fourfold-ray-"))
         self._news: queue.SimpleQueue[News | ChildExit | _Streams] = queue.SimpleQueue()
         self._own_address = ""
+        self._streams: _Streams = {}
+        """To the ranks of this node."""
         self._placed: Placed | None = None
         self._causes: dict[int, str] = {}
         self._rows: list[ProcessState] = []
@@ -89,7 +92,8 @@ class RayExecutor(RankExecutor):
                 self._command(), on_report=self._hear, on_exit=lambda child, how: self._note_exit(how)
             )
             self._order(self._plan())
-            self._meet(self._gather())
+            self._gather()
+            self._meet()
         except BaseException:
             self.shutdown()
             raise
@@ -129,40 +133,39 @@ class RayExecutor(RankExecutor):
             log_level=log_level(),
         )
 
-    def _gather(self) -> _Streams:
-        """Wait until all ranks can be called; the streams to those of this node."""
+    def _gather(self) -> None:
+        """Wait until all ranks can be called."""
         # The driver has the same deadline, and more to say when it passes.
         deadline = self._started + self._timeouts.startup_timeout + _GOODBYE
-        streams: _Streams | None = None
         opened: set[int] = set()
-        while self._placed is None or streams is None or set(self._placed.places) - opened - {0}:
+        while self._placed is None or self._missing(opened):
             try:
                 news = self._news.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                raise RpcTimeout(
-                    "the arrival of ranks", self._timeouts.startup_timeout, self._missing(opened)
-                ) from None
+                door = self._door
+                missing = [rank for rank in self._missing(opened) if door is None or not door.has_let_in(rank)]
+                raise RpcTimeout("the arrival of ranks", self._timeouts.startup_timeout, missing) from None
             match news:
                 case dict():
-                    streams = news
+                    self._streams = news
                 case Opened(place=place):
                     opened.add(place)
                 case Joined(address=address):
                     self._own_address = address
                 case Placed():
-                    streams = None if self._invite(news) else {}
+                    self._invite(news)
                 case Waiting(text=text):
                     logger.info("%s", text)
                 case Lost(rank=rank, cause=cause):
+                    self._check_refused()
                     raise ExecutorFailed(f"{self._name(rank)} has ended before it was connected: {cause}", rank=rank)
                 case Refused(config=config, message=message):
                     raise ConfigError(message) if config else EngineError(message)
                 case ChildExit():
                     raise EngineError(f"the process that speaks to Ray {news}")
-        return streams
 
-    def _invite(self, placed: Placed) -> bool:
-        """Open what the ranks come in by; whether some are on this node."""
+    def _invite(self, placed: Placed) -> None:
+        """Open what the ranks come in by."""
         self._placed = placed
         logger.info("%s", ", ".join(f"{self._label(rank)} on {node}" for rank, node in enumerate(placed.nodes)))
         places: defaultdict[int, list[int]] = defaultdict(list)
@@ -174,7 +177,7 @@ class RayExecutor(RankExecutor):
         door = str(self._door.path) if self._door is not None else ""
         if not places:
             self._order(Invitation(door=door))
-            return bool(own)
+            return
         config, secret = self._context.config, new_secret()
         self._others = NodeRanks(
             self._own_address,
@@ -186,13 +189,12 @@ class RayExecutor(RankExecutor):
             option="the address of this Ray node",
         )
         self._order(Invitation(door=door, url=self._others.url, secret=secret, config=encode_config(config)))
-        return bool(own)
 
-    def _meet(self, streams: _Streams) -> None:
+    def _meet(self) -> None:
         """Let the ranks build their workers."""
         others = self._others
         nodes = [] if others is None else others.ways(self._take_answer)
-        self._connect(streams, nodes=nodes, on_end=self._note_hangup)
+        self._connect(self._streams, nodes=nodes, on_end=self._note_hangup)
         # Ranks of one node need no port to meet.
         rendezvous = "" if others is not None else f"file://{self._folder}/meeting"
         self._start_workers(self._context, rendezvous=rendezvous, started=self._started)
@@ -205,14 +207,21 @@ class RayExecutor(RankExecutor):
     def _missing(self, opened: set[int]) -> list[int]:
         if self._placed is None:
             return list(range(self.world_size))
-        here = self._door.missing if self._door is not None else []
         return [
-            rank for rank, place in enumerate(self._placed.places) if rank in here or (place and place not in opened)
+            rank
+            for rank, place in enumerate(self._placed.places)
+            if (place not in opened if place else rank not in self._streams)
         ]
 
     def _order(self, order: Order) -> bool:
         """Tell the driver; whether it is there to hear it."""
         return self._driver is not None and self._driver.send(msgspec.msgpack.encode(order))
+
+    def _check_refused(self) -> None:
+        """Raise ConfigError if a node does not fit, of which the end of its ranks is a mere echo."""
+        if self._others is not None:
+            with contextlib.suppress(EngineError):  # it is just not there
+                self._others.wait(0)
 
     def _take_answer(self, rank: int, frame: Frame) -> None:
         self._open_channels.take(rank, frame)
@@ -272,8 +281,9 @@ class RayExecutor(RankExecutor):
             self._others.close("the engine ends")
         while not self._news.empty():  # whoever came when it was too late
             news = self._news.get()
-            for stream in news.values() if isinstance(news, dict) else ():
-                stream.close()
+            self._streams |= news if isinstance(news, dict) else {}
+        for stream in self._streams.values():
+            stream.close()
         self._order(End(grace=grace))
         self._supervisor.close(grace=grace + _GOODBYE, terminate=0)
         if self._driver is not None and not self._address:
