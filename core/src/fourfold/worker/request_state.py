@@ -107,6 +107,7 @@ class RequestState:
         self.num_tokens = grown(self.num_tokens, slots)
         self.num_known = grown(self.num_known, slots)
         self.prompt_lengths = grown(self.prompt_lengths, slots)
+        self.adapters = grown(self.adapters, slots)
         for table in self.block_tables:
             table.grow(slots)
 
