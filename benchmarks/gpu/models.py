@@ -29,8 +29,29 @@ LLAMA3_SCALING = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """Experts in place of every feed-forward."""
+
+    count: int
+    each: int
+    """Of a token."""
+    inner: int
+
+    def config(self) -> dict[str, Any]:
+        """What it adds to config.json."""
+        return {
+            "num_experts": self.count,
+            "num_experts_per_tok": self.each,
+            "moe_intermediate_size": self.inner,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A dense decoder."""
+    """A decoder."""
 
     architecture: str
     model_type: str
@@ -46,6 +67,7 @@ class Shape:
     epsilon: float
     tied: bool
     scaling: dict[str, Any] | None = None
+    mixture: Mixture | None = None
 
     def config(self) -> dict[str, Any]:
         """As in config.json."""
@@ -64,11 +86,12 @@ class Shape:
             "rms_norm_eps": self.epsilon,
             "tie_word_embeddings": self.tied,
         }
-        return config | ({"rope_scaling": self.scaling} if self.scaling else {})
+        config |= {"rope_scaling": self.scaling} if self.scaling else {}
+        return config | (self.mixture.config() if self.mixture else {})
 
     @property
     def matrix_elements(self) -> int:
-        """Weights that every token is multiplied with, the head included."""
+        """Weights that every token of a dense decoder is multiplied with, the head included."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.hidden * self.vocabulary
 
@@ -84,17 +107,8 @@ class Shape:
 
 
 def _qwen3(**sizes: Any) -> Shape:
-    return Shape(
-        architecture="Qwen3ForCausalLM",
-        model_type="qwen3",
-        head_dim=128,
-        kv_heads=8,
-        vocabulary=151936,
-        positions=40960,
-        theta=1e6,
-        epsilon=1e-6,
-        **sizes,
-    )
+    common = {"architecture": "Qwen3ForCausalLM", "model_type": "qwen3", "head_dim": 128, "kv_heads": 8}
+    return Shape(vocabulary=151936, positions=40960, theta=1e6, epsilon=1e-6, **(common | sizes))
 
 
 def _llama3(**sizes: Any) -> Shape:
@@ -115,6 +129,18 @@ SHAPES = {
     "qwen3-0.6b": _qwen3(hidden=1024, intermediate=3072, layers=28, heads=16, tied=True),
     "llama-3.2-1b": _llama3(hidden=2048, intermediate=8192, layers=16, head_dim=64, tied=True, scaling=LLAMA3_SCALING),
     "qwen3-8b": _qwen3(hidden=4096, intermediate=12288, layers=36, heads=32, tied=False),
+    # Qwen3-30B-A3B with 12 of its 48 layers.
+    "qwen3-moe": _qwen3(
+        architecture="Qwen3MoeForCausalLM",
+        model_type="qwen3_moe",
+        hidden=2048,
+        intermediate=6144,
+        layers=12,
+        heads=32,
+        kv_heads=4,
+        tied=False,
+        mixture=Mixture(count=128, each=8, inner=768),
+    ),
     "llama-3.1-8b": _llama3(
         hidden=4096, intermediate=14336, layers=32, head_dim=128, tied=False, scaling=LLAMA3_SCALING | {"factor": 8.0}
     ),

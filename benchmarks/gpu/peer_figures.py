@@ -44,6 +44,18 @@ RECORDED = {
         "start_s": 41.0,
         "import_and_start_s": 59.0,
     },
+    "qwen3-moe": {
+        "throughput_tok_s": 20769.0,
+        "single_ms": 1.351,
+        "first_token_ms": 8.3,
+        "step_8_ms": 2.61,
+        "step_32_ms": 4.08,
+        "step_128_ms": 5.04,
+        "prefill_tok_s": 267737.0,
+        "import_s": 17.0,
+        "start_s": 61.0,
+        "import_and_start_s": 78.0,
+    },
 }
 
 AIMS = {

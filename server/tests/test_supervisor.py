@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from fourfold.config.timeout_config import TimeoutConfig
@@ -54,6 +55,7 @@ class Deployment:
         startup_timeout: float,
         drain_timeout: float,
         num_engines: int,
+        lockstep: bool,
     ) -> None:
         self.root = folder
         self.run_directory = RunDirectory.create(folder)
@@ -61,7 +63,11 @@ class Deployment:
         self.listener = Listener()
         table = ProcessTable(self.run_directory)
         shape = Shape(
-            run_directory=self.run_directory.path, num_engines=num_engines, num_api_servers=1, log_level="info"
+            run_directory=self.run_directory.path,
+            num_engines=num_engines,
+            num_api_servers=1,
+            log_level="info",
+            lockstep=lockstep,
         )
         engines = EngineRole(shape, table, "fake_engine")
         engines.add_listener(self.listener.engine_changed)
@@ -103,6 +109,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         startup_timeout: float = 60.0,
         drain_timeout: float = 30.0,
         num_engines: int = 1,
+        lockstep: bool = False,
     ) -> Deployment:
         made.append(
             Deployment(
@@ -112,6 +119,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
                 startup_timeout=startup_timeout,
                 drain_timeout=drain_timeout,
                 num_engines=num_engines,
+                lockstep=lockstep,
             )
         )
         return made[-1]
@@ -230,6 +238,25 @@ def test_an_engine_fails_for_ever_beside_one_that_serves(start: Start, monkeypat
         ("starting", 5),
         ("ready", 5),
     ]
+
+
+def test_engines_that_share_experts_are_restarted_together_and_not_one_by_one(start: Start) -> None:
+    deployment = start("ready", num_engines=2, lockstep=True)
+    listener = deployment.listener
+    assert sorted(listener.next() for _ in range(4)) == [("ready", 1)] * 2 + [("starting", 1)] * 2
+    before = {process.label: process for process in running_processes(deployment.run_directory.path)}
+    deployment.supervisor.restart_engine(1)
+    os.kill(before["DP0"].pid, signal.SIGKILL)
+    events = sorted(listener.next() for _ in range(6))
+    assert events[:2] == [
+        ("dead", "engine_core DP0 was killed by signal 9 (SIGKILL) while running"),
+        ("dead", "it is being restarted"),
+    ]
+    assert events[2:] == [("ready", 2)] * 2 + [("starting", 2)] * 2
+    after = {process.label: process for process in running_processes(deployment.run_directory.path)}
+    commands = [psutil.Process(process.pid).cmdline() for process in after.values()]
+    meetings = [command[command.index("--meeting") + 1] for command in commands]
+    assert meetings == [f"file://{deployment.run_directory.path}/meeting-2"] * 2
 
 
 @pytest.mark.parametrize(("behaviour", "drain_timeout"), [("drain", 30.0), ("ready", 0.1)])

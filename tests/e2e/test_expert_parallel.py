@@ -13,14 +13,18 @@ from .conftest import ONE_THREAD
 from .test_tensor_parallel import IDS, answers, expected
 
 WIRED = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+MICROBATCHES = {"enable_dbo": True, "dbo_decode_tokens": 2, "dbo_prefill_tokens": 2}
 CUTS: dict[str, dict[str, Any]] = {
     "sums": WIRED,
     "peer memory": {**WIRED, "all_to_all": "shm", "expert_placement": "round-robin"},
+    "microbatches": {**WIRED, **MICROBATCHES, "all_to_all": "shm"},
     "uneven copies": {**WIRED, "all_to_all": "all_to_all_single", "moe_ep_redundant_experts": 2},
 }
 MORE_CUTS: dict[str, dict[str, Any]] = {
     "gathered": {**WIRED, "all_to_all": "allgather_reducescatter"},
     "over tcp": {**WIRED, "all_to_all": "all_to_all_single", "comm": "gloo"},
+    "microbatches over tcp": {**WIRED, **MICROBATCHES, "all_to_all": "all_to_all_single", "comm": "gloo"},
+    "microbatches in stages": {**WIRED, **MICROBATCHES, "all_to_all": "shm", "pipeline_parallel_size": 2},
     "one rank": {"enable_expert_parallel": True},
     "stages": {**WIRED, "all_to_all": "shm", "pipeline_parallel_size": 2},
     "three ranks": {**WIRED, "all_to_all": "shm", "tensor_parallel_size": 3},

@@ -35,3 +35,8 @@ def api_address(run_directory: Path, index: int) -> str:
 def coordinator_address(run_directory: Path) -> str:
     """Where the coordinator takes reports."""
     return socket_address(run_directory, COORDINATOR)
+
+
+def wave_address(run_directory: Path, engine: int) -> str:
+    """Where an engine that steps together with others hears from the coordinator, in every incarnation."""
+    return socket_address(run_directory, f"wave-{engine}")

@@ -150,6 +150,15 @@ class AttentionContext:
     dtype: torch.dtype
     spec: AttentionSpec
 
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Of cache tensors: ``dtype``, or with --kv-cache-dtype fp8 float8_e4m3fn."""
+        if self.config.cache.kv_cache_dtype == "auto":
+            return self.dtype
+        import torch
+
+        return torch.float8_e4m3fn
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelLayerContext:

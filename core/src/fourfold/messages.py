@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from fourfold.contracts.kv_cache_spec import KVCacheConfig, KVCacheSpec
+from fourfold.contracts.step_part import StepVote
 from fourfold.sampling_params import SamplingParams
 
 
@@ -129,10 +130,10 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """For each stage the seconds that it computed; empty without a pipeline."""
     stage_bubble_shares: list[float] = []
     """For each stage the share of the time between the last two questions in which it waited, 0 to 1."""
+    layer_counters: dict[str, float] = {}
+    """Figures that layers keep, by name, as of the last steps."""
     prefix_marks: bytes | None = None
-    """What the prefix cache holds, for ``fourfold.engine.prefix_cache.read_marks``: 4 KiB at most, the last used prefix
-    last. None: as it was told before.
-    """
+    """What the prefix cache holds, for ``prefix_cache.read_marks``: up to 4 KiB, last used last. None: as before."""
 
     asleep: tuple[str, ...] = ()
     """Which of ``fourfold.sleep_tags`` are; while any is, no request is taken."""
@@ -353,9 +354,9 @@ class StepMessage(msgspec.Struct, frozen=True, kw_only=True):
     scheduled: list[ScheduledRequest] = []
     """Order is the order of the batch."""
     ended: list[int] = []
-    """Slots freed before this step, applied before ``new``, which may use them again. No step that names their request
-    is in the air any more.
-    """
+    """Slots freed before ``new``, which may use them again; no step that names their requests is in the air."""
+    vote: StepVote | None = None
+    """Of an engine that steps together with others; it may have nothing scheduled then."""
 
 
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -372,6 +373,8 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
     """slot -> what failed for this request alone."""
     forward_seconds: float = 0.0
     """Time in the model and the sampler."""
+    vote: StepVote | None = None
+    counters: dict[str, float] = {}
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):

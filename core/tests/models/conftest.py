@@ -13,6 +13,7 @@ from fourfold import builtin_plugin
 from fourfold.checkpoints.progress import NoProgress
 from fourfold.checkpoints.resolve import resolve_checkpoint
 from fourfold.config.backend_config import BackendConfig
+from fourfold.config.cache_config import CacheConfig
 from fourfold.config.engine_config import EngineConfig
 from fourfold.config.model_config import ModelConfig
 from fourfold.contracts.attention_backend import AttentionMetadata
@@ -39,10 +40,13 @@ def load_decoder(
     max_model_len: int | None = None,
     load_format: str = "auto",
     dtype: torch.dtype = torch.float32,
+    fp8_cache: bool = False,
 ) -> Decoder:
     """A decoder of core's own backends on the CPU."""
     config = EngineConfig(
-        model=ModelConfig(model=str(model), max_model_len=max_model_len, load_format=load_format), backends=BACKENDS
+        model=ModelConfig(model=str(model), max_model_len=max_model_len, load_format=load_format),
+        cache=CacheConfig(kv_cache_dtype="fp8" if fp8_cache else "auto"),
+        backends=BACKENDS,
     )
     registry = core_registry()
     checkpoint = resolve_checkpoint(config.model, registry, NoProgress())
@@ -57,7 +61,7 @@ class PagedDecoder:
         self.decoder = decoder
         num_layers = decoder.description.num_layers
         self._caches = [
-            torch.full(decoder.kv_cache_shape(layer, num_blocks), torch.nan, dtype=decoder.dtype)
+            torch.full(decoder.kv_cache_shape(layer, num_blocks), torch.nan).to(decoder.kv_cache_dtype)
             for layer in range(num_layers)
         ]
         # Blocks in a scattered order, none shared; block 0 is never a sequence's.

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fourfold.errors import CheckpointError
+from fourfold.errors import CheckpointError, ConfigError
+from fourfold.plugins import PluginRegistry
 
 SMALL = {
     "vocab_size": 40,
@@ -107,6 +109,34 @@ def test_cache_specs(save_random: Callable[..., tuple[Path, Any]], load_decoder:
         "operators": "torch",
         "parallel_layer": "tp",
     }
+
+
+def test_an_fp8_cache_is_small_and_nearly_right(
+    save_random: Callable[..., tuple[Path, Any]], load_decoder: Callable[..., Any], paged: Any
+) -> None:
+    folder, _ = save_random("Llama", **{**SMALL, "num_key_value_heads": 1, "head_dim": 8, "num_attention_heads": 4})
+    plain, small = load_decoder(folder), load_decoder(folder, fp8_cache=True)
+    assert [one.kv_cache_specs()[0].bytes_per_block for one in (plain, small)] == [2 * 16 * 8 * 4, 2 * 16 * (8 + 4)]
+    prompt = torch.randint(0, 40, (30,), generator=torch.Generator().manual_seed(1)).tolist()
+    wanted, found = (paged(one).step({0: prompt}) for one in (plain, small))
+    error = (found - wanted).norm() / wanted.norm()
+    assert 1e-5 < error < 0.05
+
+
+def test_a_backend_without_an_fp8_cache_is_refused(
+    save_random: Callable[..., tuple[Path, Any]], load_decoder: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = save_random("Llama", **SMALL)
+    offered = PluginRegistry.attention_backends
+    monkeypatch.setattr(
+        PluginRegistry,
+        "attention_backends",
+        lambda self: {name: replace(entry, capabilities=frozenset()) for name, entry in offered(self).items()},
+    )
+    with pytest.raises(
+        ConfigError, match=r"'torch' cannot run this model: it keeps no fp8 cache; --kv-cache-dtype auto"
+    ):
+        load_decoder(folder, fp8_cache=True)
 
 
 BIG = {

@@ -54,6 +54,7 @@ class Chain:
     def __init__(self, decoders: Sequence[Decoder]) -> None:
         self._decoders = decoders
         self.description, self.dtype = decoders[0].description, decoders[0].dtype
+        self.kv_cache_dtype = decoders[0].kv_cache_dtype
 
     def kv_cache_shape(self, layer: int, num_blocks: int) -> tuple[int, ...]:
         (holder,) = [one for one in self._decoders if layer in one.stage.layers]

@@ -30,7 +30,7 @@ BLOCK = 8
 class HistoryModel:
     """Logits are a function of the whole history, read back through the paged cache of each of its layers."""
 
-    dtype = torch.float32
+    dtype = kv_cache_dtype = torch.float32
 
     def __init__(self, layers: Sequence[int] = (0, 1), operators: TorchOperators | None = None) -> None:
         self.layers = layers

@@ -71,7 +71,7 @@ class Queues:
 class StageOfHistory:
     """Some layers of a HistoryModel: what they saw is the hidden state, the token the residual."""
 
-    dtype = torch.float32
+    dtype = kv_cache_dtype = torch.float32
 
     def __init__(self, stage: Stage, history: Any, operators: TorchOperators | None) -> None:
         self.stage = stage

@@ -62,7 +62,7 @@ def test_stages_are_on_nodes_of_their_own_and_a_lost_rank_is_named(
 
     failures = note_failures(executor)
     pids = executor.collective_rpc("pid")
-    future = executor.collective_rpc("wait", args=(30, 0), non_block=True)
+    future = executor.collective_rpc("wait", args=(30, 3), non_block=True)
     os.kill(pids[3], signal.SIGKILL)
     wait_until(lambda: failures, "news of the death", NOTICED)
     assert str(failures[0]).startswith(f"rank 3 on node {second} has ended during wait: ")
@@ -80,7 +80,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ["exit", *(pytest.param(one, marks=pytest.mark.long) for one in ("raise", "hang"))])
 def test_a_rank_of_another_node_that_cannot_start_is_one_error(
     fault: str, start: Start, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +187,7 @@ def test_a_lost_node_is_named_and_another_one_takes_its_place(start: Start, clus
     adding.join()
 
 
-@pytest.mark.parametrize("end", ["close", "SIGKILL"])
+@pytest.mark.parametrize("end", [pytest.param("close", marks=pytest.mark.long), "SIGKILL"])
 def test_a_cluster_of_its_own_ends_with_it(end: str, tmp_path: Path) -> None:
     environment = {**with_tests_on_path(), "TMPDIR": "/tmp", "HOME": str(tmp_path)}
     environment.pop("RAY_ADDRESS", None)

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from fourfold.config.cache_config import CacheConfig
 from fourfold.config.engine_config import EngineConfig
 from fourfold.contracts.attention_backend import AttentionMetadata, AttentionSpec
-from fourfold.entries import AttentionContext, ComputeContext
-from fourfold_kernels_triton import attention, linear, operators
+from fourfold.entries import AttentionContext, ComputeContext, ExpertsContext
+from fourfold_kernels_triton import attention, experts, linear, operators
 
 sys.path.insert(0, str(Path(__file__).parent))
 from compilation import Launches
@@ -31,16 +32,17 @@ UNEVEN = AttentionSpec(num_heads=5, num_kv_heads=2, head_dim=80, scale=0.11, rot
 @pytest.fixture
 def launches(monkeypatch):
     noted = Launches()
-    for module in (attention, linear, operators):
+    for module in (attention, experts, linear, operators):
         monkeypatch.setattr(module, "launch", noted)
         monkeypatch.setattr(module, "starts_early", lambda device: True)
     monkeypatch.setattr(attention, "multiprocessors", lambda device: 132)
     return noted
 
 
-def attend(dtype, spec, counts, *, norm=False):
+def attend(dtype, spec, counts, *, norm=False, cache="auto"):
     """One call on ``counts`` new tokens a sequence, with room for 40,960 tokens each."""
-    context = AttentionContext(config=EngineConfig(), device=META, dtype=dtype, spec=spec)
+    config = EngineConfig(cache=CacheConfig(kv_cache_dtype=cache))
+    context = AttentionContext(config=config, device=META, dtype=dtype, spec=spec)
     backend = attention.TritonAttention(context)
     if norm:
         weight = torch.empty(spec.head_dim, dtype=dtype, device=META)
@@ -62,7 +64,7 @@ def attend(dtype, spec, counts, *, norm=False):
         torch.empty(tokens, width, dtype=dtype, device=META),
         torch.empty(tokens, dtype=torch.int64, device=META),
         torch.empty(40960, spec.rotary_dim, dtype=FP32, device=META),
-        torch.empty(backend.kv_cache_shape(100, 16), dtype=dtype, device=META),
+        torch.empty(backend.kv_cache_shape(100, 16), dtype=context.cache_dtype, device=META),
         metadata,
     )
 
@@ -73,8 +75,9 @@ def test_attention(launches):
     attend(BF16, GEMMA, (100, 1))
     attend(FP16, UNEVEN, (100, 1))
     attend(FP32, LLAMA, (100, 1))
+    attend(BF16, QWEN, (100, 1), norm=True, cache="fp8")
     compiled = launches.compile()
-    assert len(compiled) == 15
+    assert len(compiled) == 18
     for launch, kernel in compiled:
         name, ptx = launch.kernel.__name__, kernel.asm["ptx"]
         if name == "write_cache" or "*fp32" in dict(launch.signature)["qkv_ptr"]:
@@ -89,11 +92,17 @@ def test_attention(launches):
 def test_what_is_compiled_ahead_is_what_steps_start(launches, monkeypatch):
     monkeypatch.setattr(attention, "Compilation", lambda device: launches)
     monkeypatch.setattr(operators, "Compilation", lambda device: launches)
+    monkeypatch.setattr(linear, "Compilation", lambda device: launches)
     cuda = torch.device("cuda")
     compute = ComputeContext(config=EngineConfig(), device=META, dtype=BF16)
     built = operators.TritonOperators(compute)
     built._device = cuda
-    assert built._compile() is launches
+    built.expect(hidden_size=1024, intermediate_size=3072, activation="silu")
+    built._compile(operators._sample)
+    method = linear.TritonLinearMethod(compute)
+    projection = method.create(1024, 4096, bias=False, dtype=BF16)
+    method._device = cuda
+    method._compile(projection)
     for norm in (False, True):
         context = AttentionContext(config=EngineConfig(), device=META, dtype=BF16, spec=QWEN)
         backend = attention.TritonAttention(context)
@@ -108,7 +117,14 @@ def test_what_is_compiled_ahead_is_what_steps_start(launches, monkeypatch):
         attend(BF16, QWEN, (100, 1), norm=norm)
     numbers = torch.empty(3, dtype=torch.int64, device=META)
     built = operators.TritonOperators(compute)
-    built.gumbel_argmax(torch.empty(3, 151936, device=META), torch.empty(3, device=META), numbers, numbers)
+    x = torch.empty(7, 1024, dtype=BF16, device=META)
+    built.rms_norm(x, x[0], 1e-6)
+    built.add_rms_norm(x, x, x[0], 1e-6)
+    built.gated(torch.empty(7, 6144, dtype=BF16, device=META), "silu")
+    method.apply(projection, x[:1])
+    logits = torch.empty(3, 151936, device=META)
+    built.draw(logits, torch.empty(3, device=META), numbers, numbers)
+    built.argmax(logits)
     assert set(launches.noted) == set(ahead)
 
 
@@ -134,6 +150,31 @@ def test_operators(launches):
         assert "ld.local" not in ptx, f"{name} spills"
         wide = "[24]" if name == "head_rms_norm_rows" else "4"  # four heads are too few for 16 bytes a thread
         assert re.search(rf"ld\.global[.\w]*\.v{wide}", ptx), f"{name} does not read 16 bytes at a time"
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_experts(launches, dtype):
+    context = ExpertsContext(
+        config=EngineConfig(),
+        device=META,
+        dtype=dtype,
+        num_experts=128,
+        hidden_size=2048,
+        intermediate_size=768,
+        activation="silu",
+        operators=operators.TritonOperators(ComputeContext(config=EngineConfig(), device=META, dtype=dtype)),
+    )
+    built = experts.TritonExperts(context)
+    for rows in (1, 700):
+        ids = torch.empty(rows, 8, dtype=torch.int32, device=META)
+        built(torch.empty(rows, 2048, dtype=dtype, device=META), ids, torch.empty(rows, 8, device=META))
+    compiled = launches.compile()
+    assert [launch.kernel.__name__ for launch, _ in compiled].count("multiply_pairs") == 4
+    for launch, kernel in compiled:
+        ptx = kernel.asm["ptx"]
+        assert "ld.local" not in ptx, f"{launch.kernel.__name__} spills"
+        if launch.kernel.__name__ == "multiply_pairs":
+            assert re.search(r"cp\.async\.cg[^\n]*0x10", ptx)
 
 
 def test_linear(launches):

@@ -12,9 +12,9 @@ import pytest
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("cases", ["interpreted_attention.py", "interpreted_linear.py", "interpreted_operators.py"])
+@pytest.mark.parametrize("cases", ["attention", "experts", "linear", "operators"])
 def test_interpreted(cases):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / cases)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / f"interpreted_{cases}.py")]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     result = subprocess.run(
         command, env=environment, cwd=HERE.parents[2], capture_output=True, text=True, check=False, timeout=280

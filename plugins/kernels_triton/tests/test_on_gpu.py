@@ -10,10 +10,12 @@ import torch
 from fourfold.config.engine_config import EngineConfig
 from fourfold.contracts.attention_backend import AttentionSpec
 from fourfold.contracts.step_graph import StepRecorder
-from fourfold.entries import AttentionContext, ComputeContext
+from fourfold.entries import AttentionContext, ComputeContext, ExpertsContext
 from fourfold.errors import Unsupported
+from fourfold.layers.grouped_experts import GroupedExperts
 from fourfold.layers.torch_operators import TorchOperators
 from fourfold.testing.attention import BLOCK_SIZE, SPECS, AttentionConformance
+from fourfold.testing.experts import ExpertsConformance
 from fourfold.testing.linear_method import LinearMethodConformance, assert_near
 from fourfold.testing.operators import OperatorsConformance
 
@@ -58,6 +60,44 @@ class TestLinearMethod(LinearMethodConformance):
     name = "triton"
     device = "cuda"
     dtypes = ("float32", "bfloat16")
+
+
+class TestExperts(ExpertsConformance):
+    name = "triton"
+    device = "cuda"
+    dtypes = ("float32", "float16", "bfloat16")
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64, 300, 3000])
+def test_experts_agree_with_grouped_products_and_can_be_recorded(rows):
+    """At real sizes; some choices are of experts elsewhere."""
+    from fourfold_kernels_triton.experts import TritonExperts
+
+    torch.manual_seed(0)
+    context = ExpertsContext(
+        config=EngineConfig(),
+        device=DEVICE,
+        dtype=torch.bfloat16,
+        num_experts=32,
+        hidden_size=1024,
+        intermediate_size=512,
+        activation="silu",
+        operators=operators(),
+    )
+    built = [kind(context) for kind in (GroupedExperts, TritonExperts)]
+    for expert in range(32):
+        for part, shape in (("gate", (512, 1024)), ("up", (512, 1024)), ("down", (1024, 512))):
+            matrix = 0.02 * torch.randn(shape)
+            for one in built:
+                one.load(expert, part, matrix)
+    x = torch.randn(rows, 1024, device=DEVICE).bfloat16()
+    ids = torch.rand(rows, 32, device=DEVICE).argsort(1)[:, :4].int()
+    ids[torch.rand(ids.shape, device=DEVICE) < 0.2] = -1
+    weights = torch.rand(rows, 4, device=DEVICE)
+    expected, found = (one(x, ids, weights).float() for one in built)
+    assert (found - expected).norm() / expected.norm() < 0.01
+    recorded = operators().capture(lambda: built[1](x, ids, weights).float())
+    assert torch.equal(recorded.replay(), found)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

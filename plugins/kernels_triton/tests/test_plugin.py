@@ -15,12 +15,13 @@ def entries():
     return [
         *plugin.fourfold_linear_methods(),
         *plugin.fourfold_attention_backends(),
+        *plugin.fourfold_experts(),
         *plugin.fourfold_operators(),
     ]
 
 
-def test_offers_three_entries():
-    assert [entry.name for entry in entries()] == ["triton"] * 3
+def test_offers_four_entries():
+    assert [entry.name for entry in entries()] == ["triton"] * 4
 
 
 def test_importing_the_plugin_imports_neither_torch_nor_triton():
@@ -30,7 +31,7 @@ def test_importing_the_plugin_imports_neither_torch_nor_triton():
 
 def test_suits_a_cuda_device(monkeypatch):
     monkeypatch.setattr(gpu_support, "accelerator", lambda: "cuda")
-    assert [entry.suits(EngineConfig()).score for entry in entries()] == [50, 50, 50]
+    assert [entry.suits(EngineConfig()).score for entry in entries()] == [50] * 4
 
 
 @pytest.mark.parametrize(

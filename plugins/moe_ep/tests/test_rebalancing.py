@@ -1,10 +1,6 @@
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,40 +8,32 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from fourfold.testing.communicator_cases import connected
+from fourfold.distributed.group_coordinator import GroupCoordinator
+from fourfold.models.description import MixtureDescription
+from fourfold.testing import moe_cases as cases
 from fourfold.testing.rank_process import Rank
 from fourfold.testing.ranks import RankPool
 from fourfold_moe_ep.expert_moves import Move, moves_of, settle, spread_places
-from fourfold_moe_ep.layer import ExpertParallelLayer
 from fourfold_moe_ep.rebalancing import pays
 from fourfold_moe_ep.settings import ExpertParallelSettings
 
 Pool = Callable[[int], RankPool]
 NUM_LAYERS = 3
+MIXTURE = MixtureDescription(num_experts=7, top_k=3, intermediate_size=24)
+TENSORS = cases.random_tensors(MIXTURE, seed=1)
+COMM = {"comm": "shm"}
 
 
-def layers_module() -> Any:
-    """``test_layer.py``: its layers, also on ranks, where test files are no modules."""
-    name = "_layers_of_test_layer"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / "test_layer.py")
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-def build(communicator: Any, all_to_all: str, *, interval: int = 1000, gain: float = 0.05) -> list[ExpertParallelLayer]:
+def build(group: GroupCoordinator, all_to_all: str, *, interval: int = 1000, gain: float = 0.05) -> list[Any]:
     """Layers over one spread, loaded alike; three redundant experts."""
-    kit = layers_module()
-    context = kit.layer_context(kit.MIXTURE, communicator, all_to_all=all_to_all, redundant=3)
+    backends = {"all_to_all": all_to_all, "parallel_layer": "moe=ep", "comm": "shm"}
     settings = ExpertParallelSettings(redundant_experts=3, rebalance_interval=interval, rebalance_gain=gain)
-    context = replace(context, config=replace(context.config, plugins={"moe-ep": settings}))
-    layers = [ExpertParallelLayer(context) for _ in range(NUM_LAYERS)]
-    for layer in layers:
-        kit.fill(layer, kit.MIXTURE)
-    return layers
+    context = cases.context_of(group, backends, MIXTURE, plugins={"moe-ep": settings})
+    return [cases.build_from(context, backends, TENSORS)[0] for _ in range(NUM_LAYERS)]
+
+
+def noise(rows: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(rows, cases.HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
 def random_map(generator: np.random.Generator) -> NDArray[np.int32]:
@@ -56,11 +44,11 @@ def random_map(generator: np.random.Generator) -> NDArray[np.int32]:
 
 def survives_maps(rank: Rank, all_to_all: str, num_maps: int) -> list[float]:
     """Change to random maps while tokens flow, and compare with the whole after every step."""
-    kit, generator = layers_module(), np.random.default_rng(3)
-    x = torch.randn(9, kit.HIDDEN, generator=torch.Generator().manual_seed(1))
-    expected = kit.whole(kit.MIXTURE, x)
-    with connected(rank, "shm", "cpu") as communicator:
-        layers = build(communicator, all_to_all)
+    generator = np.random.default_rng(3)
+    x = noise(9)
+    expected = cases.dense(MIXTURE, TENSORS, x)
+    with cases.grouped(rank, COMM) as group:
+        layers = build(group, all_to_all)
         rebalancing = layers[0]._spread._rebalancing
         assert rebalancing is not None
         for _ in range(num_maps):
@@ -69,7 +57,7 @@ def survives_maps(rank: Rank, all_to_all: str, num_maps: int) -> list[float]:
             while rebalancing._pending:
                 layers[0]._spread.end_step()
                 for layer in layers:
-                    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+                    cases.check(layer(x), expected)
             for layer, row in zip(layers, maps):
                 assert sorted(layer._held.logical.tolist()) == sorted(row.tolist())
         return [rebalancing.counters[name] for name in ("expert_moves", "expert_move_failures")]
@@ -85,10 +73,10 @@ def test_a_hundred_random_maps_change_no_output(rank_pool: Pool, all_to_all: str
 
 def cannot_read(rank: Rank) -> list[Any]:
     """Rank 1 cannot read an expert of the second layer: (maps that are as asked for, moves, failures)."""
-    kit, generator = layers_module(), np.random.default_rng(4)
-    x = torch.randn(5, kit.HIDDEN, generator=torch.Generator().manual_seed(1))
-    with connected(rank, "shm", "cpu") as communicator:
-        layers = build(communicator, "auto")
+    generator = np.random.default_rng(4)
+    x = noise(5)
+    with cases.grouped(rank, COMM) as group:
+        layers = build(group, "auto")
         rebalancing = layers[0]._spread._rebalancing
         assert rebalancing is not None
 
@@ -105,7 +93,7 @@ def cannot_read(rank: Rank) -> list[Any]:
         as_asked = [sorted(one._held.logical.tolist()) == sorted(row.tolist()) for one, row in zip(layers, maps)]
         assert layers[1]._held.logical.tolist() == before
         for layer in layers:
-            torch.testing.assert_close(layer(x), kit.whole(kit.MIXTURE, x), rtol=1e-5, atol=1e-5)
+            cases.check(layer(x), cases.dense(MIXTURE, TENSORS, x))
         return [as_asked[0], as_asked[2], rebalancing.counters["expert_move_failures"]]
 
 
@@ -115,16 +103,16 @@ def test_a_layer_that_cannot_move_stays_on_all_ranks(rank_pool: Pool) -> None:
 
 def rebalances(rank: Rank) -> list[float]:
     """Tokens of which most go to the same experts, until experts have moved."""
-    kit = layers_module()
     generator = torch.Generator().manual_seed(rank.rank)
-    with connected(rank, "shm", "cpu") as communicator:
-        layers = build(communicator, "shm", interval=5, gain=0.05)
-        favourite = kit.whole_weights(kit.MIXTURE)["router.weight"][0]
+    with cases.grouped(rank, COMM) as group:
+        layers = build(group, "shm", interval=5, gain=0.05)
+        # experts 3 and 4 have one copy each, both on rank 0
+        favourite = TENSORS["router.weight"][3] + TENSORS["router.weight"][4]
         rebalancing = layers[0]._spread._rebalancing
         assert rebalancing is not None
         seen = []
         for _ in range(20):
-            x = 0.4 * torch.randn(32, kit.HIDDEN, generator=generator) + favourite
+            x = 0.4 * torch.randn(32, cases.HIDDEN, generator=generator) + favourite
             for layer in layers:
                 layer(x)
             layers[0]._spread.end_step()
@@ -137,7 +125,7 @@ def test_hot_experts_are_copied_and_all_ranks_count_alike(rank_pool: Pool) -> No
     assert first == other
     before, after, num_rebalances, moves = first
     assert after > before + 0.05
-    assert num_rebalances == 1
+    assert num_rebalances >= 1
     assert moves > 0
 
 

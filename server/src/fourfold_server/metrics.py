@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -107,6 +108,9 @@ class _EngineCollector(Collector):
             ),
             lambda link: link.stats.stage_bubble_shares,
         )
+        for name in sorted({name for link in self._client.links for name in link.stats.layer_counters}):
+            family = GaugeMetricFamily(f"fourfold_{name}", "Of the model's layers.", labels=_LABELS)
+            yield self._family(family, partial(_layer_counter, name))
 
     def _by_stage(
         self, family: GaugeMetricFamily | CounterMetricFamily, read: Callable[[EngineLink], list[float]]
@@ -122,6 +126,10 @@ class _EngineCollector(Collector):
         for link in self._client.links:
             family.add_metric([self._model_name, str(link.rank)], read(link))
         return family
+
+
+def _layer_counter(name: str, link: EngineLink) -> float:
+    return link.stats.layer_counters.get(name, 0.0)
 
 
 _LABELS = ("model_name", "engine")

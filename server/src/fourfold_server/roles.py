@@ -40,6 +40,8 @@ class Shape:
     num_api_servers: int
     log_level: str
     url: str = ""
+    lockstep: bool = False
+    """Whether the engines share experts: none can go on without all others."""
     local: range | None = None
     """The engines on this node; None: all."""
     first_rank: int = 0
@@ -91,6 +93,7 @@ class EngineRole:
         self._elsewhere = elsewhere
         self._memory = SharedMemory() if len(shape.engines) > 1 else None
         """What the replicas hold in common; alive as long as this process."""
+        self._generation = 1
         self._listeners: list[Callable[[EngineNotice], None]] = []
         self._told: dict[int, list[EngineNotice]] = {}
         """What was said of the present incarnation of each engine, or of the last one that it started."""
@@ -103,6 +106,15 @@ class EngineRole:
             )
             for index in shape.engines
         ]
+
+    @property
+    def bound(self) -> bool:
+        """See Engines."""
+        return self._shape.lockstep
+
+    def begin_generation(self) -> None:
+        """See Engines."""
+        self._generation += 1
 
     def add_listener(self, listener: Callable[[EngineNotice], None]) -> None:
         """Have every notice told to ``listener``, which must return at once."""
@@ -134,6 +146,8 @@ class EngineRole:
         arguments += ["--log-level", shape.log_level]
         if shape.coordinated:
             arguments.append("--coordinated")
+        if shape.lockstep:
+            arguments += ["--meeting", f"file://{shape.run_directory}/meeting-{self._generation}"]
         environment = None if self._memory is None else self._memory.environment
         return ChildCommand(module=self._module, label=process.name, arguments=arguments, environment=environment)
 

@@ -93,6 +93,7 @@ def serve(
     for warning in registry.warnings:
         logger.warning("%s", warning)
     config = _check_config(config, server_config, registry)
+    _check_lockstep(plan, config)
     if config.nodes.headless:
         _serve_headless(plan, config, server_config, registry, parent)
         return
@@ -114,6 +115,7 @@ def serve(
                 num_api_servers=num_api_servers,
                 log_level=server_config.log_level,
                 url=url_of(listener, secure=server_config.ssl_certfile is not None),
+                lockstep=config.parallel.lockstep,
                 local=plan.local,
                 first_rank=plan.first_rank,
             ),
@@ -338,6 +340,16 @@ def _check_config(config: EngineConfig, server_config: ServerConfig, registry: P
     check_cut(description, config.parallel)
     _check_adapters(config, server_config, description)
     return resolved.config
+
+
+def _check_lockstep(plan: NodePlan, config: EngineConfig) -> None:
+    parallel = config.parallel
+    here = len(plan.local) == plan.num_engines == parallel.data_parallel_size
+    if parallel.lockstep and not (here and plan.ranks_per_engine == parallel.layout.engine_world_size):
+        raise ConfigError(
+            "replicas that share experts must all be on one node, behind one server; leave out "
+            "--enable-expert-parallel, and each replica has all experts"
+        )
 
 
 def _raise_open_file_limit() -> None:

@@ -65,7 +65,14 @@ class Role(Protocol):
 
 
 class Engines(Role, Protocol):
-    """The role of the engines, which can be restarted one by one."""
+    """The role of the engines, which can be restarted one by one, unless they are bound to each other."""
+
+    @property
+    def bound(self) -> bool:
+        """Whether no engine can go on without all others, so that they are started anew together."""
+
+    def begin_generation(self) -> None:
+        """Engines that are started from now on meet apart from those before."""
 
     def drain(self, process: SupervisedProcess) -> None:
         """Let it finish its requests and end."""
@@ -229,6 +236,9 @@ class Supervisor:
             return
         if process.child is None or not process.ready or process.planned_end or process.last_word is not None:
             return
+        if self._engines.bound:
+            logger.warning("%s goes on: engines that share experts are not restarted one by one", process.name)
+            return
         process.planned_end = True
         logger.info("%s is restarted once its requests have ended, or after --drain-timeout", process.name)
         self._table.set(process.role, process.label, "draining", pid=process.child.pid)
@@ -255,12 +265,27 @@ class Supervisor:
         role.gone(process)
         if process.role in self._ending:
             return
+        if role is self._engines and self._engines.bound and not process.planned_end:
+            self._end_others(process)
         if process.planned_end:
             self._start(role, process)
         elif not process.ever_ready or (role.vital and self._on_failure == "exit"):
             self._give_up(failure)
         else:
             self._restart(role, process, failure)
+
+    def _end_others(self, lost: SupervisedProcess) -> None:
+        """Start all engines anew with the one that was lost, whose experts they need."""
+        self._engines.begin_generation()
+        for process in self._engines.processes:
+            if process is not lost and process.child is not None and not process.planned_end:
+                process.planned_end = True
+                logger.info("%s is restarted with %s, whose experts it needs", process.name, lost.name)
+                _kill(process.child)
+        for role in self._roles[1:]:
+            for process in role.processes:
+                if process.role == "coordinator" and process.child is not None:
+                    _kill(process.child)  # it must not take the new engines for the old ones
 
     def _restart(self, role: Role, process: SupervisedProcess, failure: Failure) -> None:
         delay = process.count_crash()

@@ -52,10 +52,11 @@ class InFlight:
 
     def balanced(self, block_size: int) -> BalancedRequest:
         """What a balancer needs to know of it; ``block_size`` is that of the cache."""
-        tokens, salt, adapter = self.request.prompt_token_ids, self.request.cache_salt, self.request.adapter
+        request = self.request
+        tokens, salt, adapter = request.prompt_token_ids, request.cache_salt, request.adapter
         return BalancedRequest(
             num_prompt_tokens=len(tokens),
-            max_tokens=self.request.sampling.max_tokens or 0,
+            max_tokens=request.sampling.max_tokens or 0,
             read_marks=lambda: prompt_marks(tokens, block_size, salt, adapter),
         )
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Self
 import msgspec
 
 from fourfold.client.choice_batch import Choice, ChoiceBatch, EngineCores
+from fourfold.client.frozen_heap import frozen_heap
 from fourfold.client.replicas import Replicas
 from fourfold.client.request_result import CompletionOutput, RequestResult
 from fourfold.config.engine_config import EngineConfig
@@ -268,12 +269,10 @@ class LLM:
             for choice in self._choices(prompt, sampling, place, unique)
         ]
         # The engine refuses more than it lets wait; the rest is added as requests end.
-        ChoiceBatch(self._core, choices, limit=self.config.scheduler.max_num_waiting).run()
-        results: list[RequestResult] = []
+        with frozen_heap():
+            ChoiceBatch(self._core, choices, limit=self.config.scheduler.max_num_waiting).run()
         following = iter(choices)
-        for prompt, sampling in zip(prompts, several):
-            results.append(_result(prompt, list(itertools.islice(following, sampling.n))))
-        return results
+        return [_result(prompt, list(itertools.islice(following, one.n))) for prompt, one in zip(prompts, several)]
 
     def _choices(self, prompt: _Encoded, sampling: SamplingParams, place: int, adapter: str) -> Iterator[Choice]:
         limit, size = self._ready.max_model_len, self._text.vocabulary_size

@@ -58,6 +58,8 @@ class Replicas:
         Raises ConfigError for what an engine refuses, ExecutorFailed for one that ends before it is ready, and
         RpcTimeout past --startup-timeout; no process is left then.
         """
+        if config.parallel.lockstep:
+            raise ConfigError("replicas of an LLM cannot share experts; use fourfold serve, or one replica")
         self._num_engines = config.parallel.data_parallel_size
         self._timeout = config.timeouts.rpc_timeout
         self._words: dict[int, EngineFailed] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from fourfold.errors import ConfigError
 
@@ -21,6 +21,8 @@ class CacheConfig:
     """Bytes for the KV cache of a rank; default: what --gpu-memory-utilization leaves, on a CPU 1 GiB at most."""
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory that weights, activations and cache may take together."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Keys and values as the model has them, or in fp8 (e4m3, a scale for each token and head), which takes half."""
     num_blocks: int | None = None
     """Blocks in each pool, in place of a size in bytes."""
     prefix_caching: bool = True

@@ -9,6 +9,7 @@ from fourfold.errors import ConfigError
 from fourfold.layout import ParallelLayout
 
 AUTO_PARTITION: Final = "auto"
+_DBO_THRESHOLDS: Final = ("dbo_decode_tokens", "dbo_prefill_tokens")
 MEASURED_PARTITION: Final = "auto:measure"
 
 
@@ -24,6 +25,16 @@ class ParallelConfig:
     """Copies of the engine."""
     enable_expert_parallel: bool = False
     """Whether each rank holds whole experts of a mixture, in place of a part of every one."""
+    enable_dbo: bool = False
+    """Whether a step's tokens go through the layers as two microbatches, one of which computes while those of the
+    other travel to their experts.
+    """
+    dbo_decode_tokens: int = 32
+    """Tokens of a step of decodes from which it is cut in two."""
+    dbo_prefill_tokens: int = 512
+    """The same of a step with parts of prompts."""
+    lockstep_meeting: str = ""
+    """Where replicas that share experts meet, as file://PATH or tcp://HOST:PORT; serve has a place of its own."""
     pipeline_partition: str = "auto"
     """Layers of each stage, such as 7,8,8,7; auto: the slowest stage is as fast as it can be, by the sizes of the
     layers; auto:measure: by timing them at the start.
@@ -32,7 +43,7 @@ class ParallelConfig:
     """Whether ranks compare every collective before they run it, and name the first that differs; slow."""
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", *_DBO_THRESHOLDS):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; 1 or more")
         if self.pipeline_partition not in (AUTO_PARTITION, MEASURED_PARTITION):
@@ -42,6 +53,11 @@ class ParallelConfig:
     def layout(self) -> ParallelLayout:
         """The rank arithmetic of these sizes."""
         return ParallelLayout(dp=self.data_parallel_size, pp=self.pipeline_parallel_size, tp=self.tensor_parallel_size)
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether replicas share experts, so that they step together."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
 
     @property
     def layers_of_stages(self) -> tuple[int, ...] | None:

@@ -46,8 +46,18 @@ def resolve(config: EngineConfig, registry: PluginRegistry) -> Resolved:
         reasons.append(selection.reason)
         resolved = replace(resolved, backends=replace(resolved.backends, **{field: selection.entry.name}))
     _check_names(resolved, registry)
+    resolved = _spread_experts(resolved, registry)
     registry.check_config(resolved)
     return Resolved(config=resolved, reasons=tuple(reasons))
+
+
+def _spread_experts(config: EngineConfig, registry: PluginRegistry) -> EngineConfig:
+    """A moe layer that spreads experts over ranks says the same as --enable-expert-parallel."""
+    offered = {name: entry for (kind, name), entry in registry.parallel_layers().items() if kind == "moe"}
+    name = names_by_key("--parallel-layer", config.backends.parallel_layer, LAYER_KINDS)["moe"]
+    if name not in offered or "expert_parallel" not in offered[name].capabilities:
+        return config
+    return replace(config, parallel=replace(config.parallel, enable_expert_parallel=True))
 
 
 def choose_dtype(wanted: Dtype, device: str, features: Iterable[str]) -> tuple[Dtype, str]:

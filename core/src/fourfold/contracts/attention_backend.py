@@ -29,6 +29,8 @@ class AttentionSpec:
     group_sizes: tuple[int, ...] = ()
     """Query heads of each kv head, in order, where they differ: a rank that holds 5 of 9 heads over 3 kv heads has
     (3, 2). Empty: all kv heads serve equally many."""
+    head_norms: bool = False
+    """A hint: ``HeadNorming.norm_heads`` is going to be called, so that nothing need be prepared before."""
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -66,10 +68,14 @@ class AttentionMetadata:
 
 
 class AttentionBackend(Protocol):
-    """One attention layer's arithmetic. Built once a layer; the cache tensor is handed in at each call."""
+    """One attention layer's arithmetic. Built once a layer; the cache tensor is handed in at each call.
+
+    An entry with the capability ``fp8_cache`` is also built for a cache of bytes (``AttentionContext.cache_dtype``): it
+    keeps keys and values in e4m3, each token and head with a scale of its own, for which the shape has room.
+    """
 
     def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """Shape of one layer's cache tensor, keys and values together."""
+        """Shape of one layer's cache tensor, keys and values together, in the context's ``cache_dtype``."""
 
     def rotate_and_attend(
         self,

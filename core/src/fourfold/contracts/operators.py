@@ -5,7 +5,7 @@ T is tokens, H hidden size, I intermediate size, V vocabulary size, R rows to sa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -69,3 +69,26 @@ class Operators(Protocol):
 
     def log_normalizer(self, logits: torch.Tensor) -> torch.Tensor:
         """log(sum(exp(logits))) a row: fp32 [R, V] -> fp32 [R]."""
+
+
+@runtime_checkable
+class Foresight(Protocol):
+    """What operators also offer that prepare for a model's sizes; those without it are never told."""
+
+    def expect(self, *, hidden_size: int, intermediate_size: int, activation: str) -> None:
+        """Told once, while the model is built: the widths of its norms and of this rank's ``gated``.
+
+        A hint: kernels may be compiled meanwhile, and other widths must work as well.
+        """
+
+
+@runtime_checkable
+class CheckedDraws(Protocol):
+    """What operators also offer that look for broken rows while they draw; those without it are never asked."""
+
+    def draw(
+        self, logits: torch.Tensor, inverse_temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``gumbel_argmax`` of logits that exclude nothing -> its ids, and the same with -1 for each row of which some
+        logit is not finite; both int64 [R].
+        """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +21,14 @@ class ParallelLayer(Protocol):
         """Take this rank's part of a checkpoint tensor; ``parameter`` is the layer's own name, as ``q.weight``."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class SummedLayer(Protocol):
+    """What a parallel layer also offers whose result is a sum over the ranks, so that the sum can be taken later."""
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's summand of what calling the layer gives."""
 
 
 class VocabularyLayer(ParallelLayer, Protocol):

@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+
+class StepVote(NamedTuple):
+    """What an engine puts into a step that it makes together with others; reduced, the same for all."""
+
+    has_work: bool
+    """Reduced by or."""
+    may_pause: bool
+    """Reduced by and."""
+
+    def reduce(self, other: StepVote) -> StepVote:
+        """Both as one."""
+        return StepVote(self.has_work or other.has_work, self.may_pause and other.may_pause)
+
+
+TakeTurns = Callable[[Sequence[Callable[[], Any]]], list[Any]]
+"""Runs each of the given calls once, in turns, and returns their results."""
 
 
 class StepPart(Protocol):
-    """One a decoder and rank. All ranks of its layers call alike."""
+    """One a decoder and rank. All ranks of its layers call alike, of all engines where they share layers."""
+
+    def begin_step(self, num_tokens: int, vote: StepVote, *, is_decode: bool) -> StepVote:
+        """Before the layers of a step of ``num_tokens``; what the votes of all engines come to.
+
+        ``is_decode``: every request has one token. Without tokens no layer will be called: it does now what others need
+        of this rank.
+        """
+
+    def take_turns(self, num_tokens: int) -> TakeTurns | None:
+        """What runs the two halves of this step's tokens through the layers in turns; None: they stay together."""
 
     def end_step(self) -> None:
         """After the layers of a step; may talk to the other ranks."""

@@ -11,9 +11,10 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from fourfold.addresses import api_address, coordinator_address
+from fourfold.addresses import api_address, coordinator_address, wave_address
 from fourfold.coordinator.load_board import LoadBoard
-from fourfold.messages import CoordinatorInput, EngineReport, LoadReports
+from fourfold.coordinator.waves import CoordinatorNotice, RankInput, WaveCoordinator
+from fourfold.messages import CoordinatorInput, EngineReport, JoinReports, LoadReports
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +38,19 @@ class CoordinatorLoop:
             outlet.set_hwm(_MAX_UNSENT)
             outlet.connect(api_address(run_directory, client))
             self._clients.append(outlet)
+        self._engines = []
+        for engine in range(num_engines):
+            inlet = self._context.socket(zmq.PUSH)
+            inlet.set_hwm(_MAX_UNSENT)
+            inlet.connect(wave_address(run_directory, engine))
+            self._engines.append(inlet)
+        self._waves = WaveCoordinator(num_engines, self._tell_engine)
         self._stop_lock = threading.Lock()
         self._stop_event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poller = zmq.Poller()
         self._poller.register(self._inputs, zmq.POLLIN)
         self._poller.register(self._stop_event, zmq.POLLIN)
-        self._decoder = msgspec.msgpack.Decoder(CoordinatorInput)
+        self._decoder = msgspec.msgpack.Decoder(CoordinatorInput | CoordinatorNotice)
         self._encoder = msgspec.msgpack.Encoder()
         self._stopping = False
         self._next_publication = 0.0
@@ -80,10 +88,18 @@ class CoordinatorLoop:
                 message = self._decoder.decode(frame)
                 if isinstance(message, EngineReport):
                     self._board.post(message)
-                else:
+                elif isinstance(message, JoinReports):
                     self._board.join(message.client)
+                else:
+                    self._waves.receive(message)
             except (msgspec.MsgspecError, IndexError) as error:
                 logger.error("dropped a message that is none of this deployment's: %s", error)
+
+    def _tell_engine(self, engine: int, message: RankInput) -> None:
+        try:
+            self._engines[engine].send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            logger.error("engine %d takes nothing, not even when to step", engine)
 
     def _publish(self) -> None:
         self._next_publication = time.monotonic() + INTERVAL

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
+from fourfold.contracts.step_part import StepVote
 from fourfold.errors import EngineError
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -97,19 +98,6 @@ class RankResumed(msgspec.Struct, frozen=True, kw_only=True, tag="resumed"):
 CoordinatorNotice = WorkArrived | WaveStarted | WaveLeft | RankPaused | RankResumed
 
 
-class StepVote(NamedTuple):
-    """What a rank puts into the collective of a step; reduced, the same for all."""
-
-    has_work: bool
-    """Reduced by or."""
-    may_pause: bool
-    """Reduced by and."""
-
-    def reduce(self, other: StepVote) -> StepVote:
-        """Both as one."""
-        return StepVote(self.has_work or other.has_work, self.may_pause and other.may_pause)
-
-
 class WaveRank:
     """One rank. Whoever drives it delivers messages between two steps, and reports what the votes came to."""
 
@@ -131,9 +119,9 @@ class WaveRank:
         """While not None, requests that have not begun wait."""
         return None if self._pause is None else self._pause.mode
 
-    def work_arrived(self) -> None:
-        """The rank has something to do. Say it once, or each time."""
-        if self._epoch is None and not self._announced:
+    def work_arrived(self, *, again: bool = False) -> None:
+        """The rank has something to do. Say it once, or each time; ``again``: the coordinator may not have heard."""
+        if self._epoch is None and (again or not self._announced):
             self._announced = True
             self._send(WorkArrived(rank=self._rank))
 

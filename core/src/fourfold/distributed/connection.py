@@ -15,9 +15,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from fourfold.distributed.checked_communicator import CheckedCommunicator, CollectiveLog
-from fourfold.distributed.model_parallel import GroupLinks, GroupName, ModelParallel, initialize_model_parallel
+from fourfold.distributed.model_parallel import (
+    GroupLinks,
+    GroupName,
+    ModelParallel,
+    connect_experts,
+    initialize_model_parallel,
+)
 from fourfold.distributed.self_test import self_test
-from fourfold.distributed.store import exchange, fetch, host_identity, scoped
+from fourfold.distributed.store import exchange, fetch, host_identity, open_store, scoped
 from fourfold.entries import CommunicatorContext, CommunicatorEntry
 from fourfold.errors import ConfigError, EngineError, FourfoldError
 from fourfold.layout import ParallelLayout
@@ -41,12 +47,22 @@ ONE_HOST: Final = "one_host"
 
 
 def connect(context: WorkerContext, registry: PluginRegistry, *, device: torch.device) -> ModelParallel:
-    """The groups of this rank within its engine; all ranks must call this, and none is left waiting for ever.
+    """The groups of this rank; all ranks must call this, and none is left waiting for ever. Engines that share experts
+    have those of a stage in one group, and all others within themselves.
 
     Raises ConfigError where a communicator that was named cannot be used, or none can; RpcTimeout naming ranks that did
     not come.
     """
-    # Copies of the engine are independent: a rank's groups are those within its own.
+    parallel = _connect_engine(context, registry, device)
+    if not context.config.parallel.lockstep:
+        return parallel
+    store = _open_meeting(context)
+    connector = _Connector(context, registry, store, device)
+    rank = context.dp_rank * context.layout.engine_world_size + context.rank
+    return replace(parallel, ep=connect_experts(context.layout, rank, connector.links))
+
+
+def _connect_engine(context: WorkerContext, registry: PluginRegistry, device: torch.device) -> ModelParallel:
     layout = ParallelLayout(pp=context.layout.pp, tp=context.layout.tp)
     if layout.world_size == 1:
         return initialize_model_parallel(layout, context.rank, _nobody)
@@ -54,6 +70,15 @@ def connect(context: WorkerContext, registry: PluginRegistry, *, device: torch.d
         raise ConfigError(f"{layout} has {layout.world_size} ranks, and this executor gives them no place to meet")
     connector = _Connector(context, registry, context.open_store(), device)
     return initialize_model_parallel(layout, context.rank, connector.links, log=connector.log)
+
+
+def _open_meeting(context: WorkerContext) -> Any:
+    parallel, timeouts = context.config.parallel, context.config.timeouts
+    if not parallel.lockstep_meeting:
+        raise ConfigError(
+            "replicas that share experts have no place to meet; give --lockstep-meeting, or use fourfold serve"
+        )
+    return open_store(parallel.lockstep_meeting, world_size=context.layout.world_size, timeout=timeouts.startup_timeout)
 
 
 class Verdict(NamedTuple):

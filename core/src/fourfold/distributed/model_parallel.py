@@ -85,6 +85,11 @@ def initialize_model_parallel(
     )
 
 
+def connect_experts(layout: ParallelLayout, rank: int, connect: Connect) -> GroupCoordinator:
+    """The group of global ``rank`` over which experts are spread, of all replicas; all ranks must call this."""
+    return _group("ep", layout.ep_groups(), rank, connect)
+
+
 def _group(name: GroupName, groups: list[list[int]], rank: int, connect: Connect) -> GroupCoordinator:
     ranks = next(tuple(group) for group in groups if rank in group)
     position = ranks.index(rank)

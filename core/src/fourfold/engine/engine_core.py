@@ -8,9 +8,12 @@ from concurrent.futures import Future
 from time import perf_counter, time
 from typing import Protocol
 
+import msgspec
+
 from fourfold.config.engine_config import EngineConfig
 from fourfold.contracts.kv_cache_spec import KVCacheConfig
 from fourfold.contracts.scheduling_policy import SchedulingPolicy
+from fourfold.contracts.step_part import StepVote
 from fourfold.engine.adapters import AdapterClient, Adapters
 from fourfold.engine.kv_cache_manager import KVCacheManager, request_capacity
 from fourfold.engine.operations import Call
@@ -82,7 +85,10 @@ class EngineCore:
         self._max_model_len = max_model_len
         self._vocabulary_size = vocabulary_size
         self._max_num_waiting = scheduler.max_num_waiting
-        self._depth = client.max_in_flight
+        # Engines that step together learn after each step whether there is another one.
+        self._depth = 1 if config.parallel.lockstep else client.max_in_flight
+        self._vote: StepVote | None = None
+        self._reduced: StepVote | None = None
         self._rpc_timeout = config.timeouts.rpc_timeout
         self._num_workers = config.parallel.layout.engine_world_size
         self._capacity = request_capacity(kv_cache) or max_model_len
@@ -93,7 +99,7 @@ class EngineCore:
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             num_slots=scheduler.num_slots,
             # The stages of a pipeline each work on another batch; a request's next token needs all of them.
-            num_batches=min(config.parallel.pipeline_parallel_size, client.max_in_flight),
+            num_batches=min(config.parallel.pipeline_parallel_size, self._depth),
         )
         is_pipeline = config.parallel.pipeline_parallel_size > 1
         self._stage_watch = StageWatch(client, self._scheduler.stats) if is_pipeline else None
@@ -173,6 +179,9 @@ class EngineCore:
         waited += perf_counter() - waiting_since
         outputs = self._scheduler.update(batch, output)
         self._in_flight.popleft()
+        self._reduced = output.vote
+        if output.counters:
+            self._scheduler.stats.layer_counters = output.counters
         if self._adapters.are_leaving:
             self._drop_adapters()
         self._count(started, min(waited, output.forward_seconds))
@@ -182,6 +191,14 @@ class EngineCore:
             self._tell_finished(outputs)
             self._events.step_finished(self.stats)
         return outputs
+
+    def step_together(self, vote: StepVote) -> tuple[dict[int, list[RequestOutput]], StepVote]:
+        """``step``, with or without work, at the same time as other engines; also what the votes of all come to."""
+        self._vote = vote
+        outputs = self.step()
+        if self._reduced is None:
+            raise EngineError("the workers returned no vote of a step that all engines made together")
+        return outputs, self._reduced
 
     def fail_all(self, message: str) -> dict[int, list[RequestOutput]]:
         """End every request with an error, and forget the steps in the air: client -> outputs. For a broken engine."""
@@ -278,6 +295,9 @@ class EngineCore:
         waited = 0.0
         while len(self._in_flight) < self._depth:
             batch = self._scheduler.schedule()
+            if self._vote is not None:
+                batch = batch or self._scheduler.idle()
+                batch.message = msgspec.structs.replace(batch.message, vote=self._vote)
             if batch is None:
                 break
             sent = perf_counter()

@@ -16,7 +16,9 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from fourfold.addresses import api_address, coordinator_address, engine_address
+from fourfold.addresses import api_address, coordinator_address, engine_address, wave_address
+from fourfold.contracts.step_part import StepVote
+from fourfold.coordinator.waves import CoordinatorNotice, RankInput, WaveRank
 from fourfold.engine.operations import OPERATIONS
 from fourfold.errors import ConfigError, FourfoldError, RequestError
 from fourfold.messages import (
@@ -76,6 +78,9 @@ class Core(Protocol):
     def step(self) -> Mapping[int, list[RequestOutput]]:
         """Advance; returns the outputs of each API server."""
 
+    def step_together(self, vote: StepVote) -> tuple[Mapping[int, list[RequestOutput]], StepVote]:
+        """Advance at the same time as other engines, with or without work; also what the votes of all come to."""
+
     def settle(self) -> Iterator[Mapping[int, list[RequestOutput]]]:
         """Wait for the steps in the air; yields what each brings."""
 
@@ -95,8 +100,11 @@ class EngineLoop:
         incarnation: int,
         num_api_servers: int,
         coordinated: bool = False,
+        lockstep: bool = False,
     ) -> None:
-        """``coordinated``: a coordinator hears how the engine stands, and tells API servers."""
+        """``coordinated``: a coordinator hears how the engine stands, and tells API servers. ``lockstep``: it also says
+        when engines that step together begin.
+        """
         self._core = core
         self._engine = engine
         self._incarnation = incarnation
@@ -110,12 +118,19 @@ class EngineLoop:
         self._coordinator = (
             _Peer(self._context, coordinator_address(run_directory), _MAX_QUEUED_REPORTS) if coordinated else None
         )
+        self._wave: WaveRank | None = None
+        if lockstep:
+            self._wave = WaveRank(engine, self._tell_coordinator)
+            self._wave_inputs = self._context.socket(zmq.PULL)
+            self._wave_inputs.bind(wave_address(run_directory, engine))
         self._orders: deque[EngineOrder] = deque()
         self._draining = False
         self._wake_lock = threading.Lock()
         self._stop_event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poller = zmq.Poller()
         self._poller.register(self._inputs, zmq.POLLIN)
+        if self._wave is not None:
+            self._poller.register(self._wave_inputs, zmq.POLLIN)
         self._poller.register(self._stop_event, zmq.POLLIN)
         self._decoder = msgspec.msgpack.Decoder(EngineInput)
         self._marks = b""
@@ -130,21 +145,44 @@ class EngineLoop:
         """
         while True:
             self._take_orders()
-            if self._stopping:
-                return
+            if self._stopping and (self._wave is None or self._wave.epoch is None):
+                return  # in a wave, others would wait for this engine
             if self._failure is not None:
                 raise self._failure
             self._take_inputs()
-            if self._core.has_work:
-                self._send_step(self._core.step())
+            if self._advance():
                 continue
             self._publish_stats()
             if self._draining:
                 if not self._poller.poll(_LATECOMER_MILLISECONDS):
                     return
             else:
-                # Nothing to do until something arrives, but for a client that has yet to hear of its losses.
-                self._poller.poll(_RETRY_MILLISECONDS if any(client.lost for client in self._clients) else None)
+                # Nothing to do until something arrives, but for a client that has yet to hear of its losses, and a
+                # coordinator that may be another one than was told of the work.
+                retries = self._core.has_work or any(client.lost for client in self._clients)
+                arrived = self._poller.poll(_RETRY_MILLISECONDS if retries else None)
+                if not arrived and self._wave is not None and self._core.has_work:
+                    self._wave.work_arrived(again=True)
+
+    def _advance(self) -> bool:
+        """Step, if that is due; whether it was."""
+        core, wave = self._core, self._wave
+        if wave is None:
+            if core.has_work:
+                self._send_step(core.step())
+                return True
+            return False
+        while self._wave_inputs.poll(0):
+            wave.receive(msgspec.msgpack.decode(self._wave_inputs.recv(), type=RankInput))
+        if wave.epoch is None:
+            if core.has_work:
+                wave.work_arrived()
+            return False
+        vote = wave.vote(has_work=core.has_work, has_begun=core.stats.num_running > 0)
+        outputs, reduced = core.step_together(vote)
+        self._send_step(outputs)
+        wave.step_done(reduced, has_work=core.has_work)
+        return True
 
     def stop(self) -> None:
         """Let ``run`` return after the step that it is in."""
@@ -224,11 +262,13 @@ class EngineLoop:
     def _call_utility(self, call: CallUtility) -> UtilityReply:
         result: Any = None
         failure, status = None, 500
-        if OPERATIONS.get(call.method):
+        if OPERATIONS.get(call.method) and self._wave is None:
             for outputs in self._core.settle():
                 self._send_step(outputs)
         if call.method not in OPERATIONS:
             failure = f"no utility called {call.method!r}; there are: {', '.join(sorted(OPERATIONS))}"
+        elif OPERATIONS[call.method] and self._wave is not None:
+            failure, status = "engines that share experts neither sleep nor change their weights; restart them", 400
         else:
             try:
                 result = getattr(self._core, call.method)(**call.arguments)
@@ -283,6 +323,10 @@ class EngineLoop:
             client.lost.update(output.request_id for output in outputs)
             self._core.abort([output.request_id for output in outputs])
 
+    def _tell_coordinator(self, notice: CoordinatorNotice) -> None:
+        if self._coordinator is not None:
+            self._coordinator.send(notice)
+
     def _report(self, coordinator: _Peer) -> None:
         known = copy.copy(self._core.stats)
         stats = self._with_marks(known, coordinator)
@@ -321,7 +365,7 @@ class _Peer:
         self._socket.connect(address)
         self._encoder = msgspec.msgpack.Encoder()
 
-    def send(self, message: EngineMessage | EngineReport) -> bool:
+    def send(self, message: EngineMessage | EngineReport | CoordinatorNotice) -> bool:
         """Send without waiting; False when too many messages wait already."""
         try:
             self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)

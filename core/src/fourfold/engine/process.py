@@ -49,6 +49,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--incarnation", type=int, required=True)
     parser.add_argument("--num-api-servers", type=int, required=True)
     parser.add_argument("--coordinated", action="store_true")
+    parser.add_argument("--meeting", default="")
     parser.add_argument("--log-level", required=True)
     return parser.parse_args()
 
@@ -63,6 +64,8 @@ def _serve(link: ParentLink, arguments: argparse.Namespace) -> None:
 
     registry = load_plugins()
     config = decode_config((arguments.run_directory / CONFIG_FILE).read_bytes(), registry)
+    if arguments.meeting:
+        config = replace(config, parallel=replace(config.parallel, lockstep_meeting=arguments.meeting))
     wished = read_state(arguments.run_directory)
     if wished.weights:
         model = replace(config.model, model=wished.weights, revision=None, load_format=AUTO)
@@ -85,6 +88,7 @@ def _serve(link: ParentLink, arguments: argparse.Namespace) -> None:
         incarnation=arguments.incarnation,
         num_api_servers=arguments.num_api_servers,
         coordinated=arguments.coordinated,
+        lockstep=config.parallel.lockstep,
     )
     orders = msgspec.msgpack.Decoder(EngineOrder)
     link.on_message(lambda message: loop.order(orders.decode(message)))

@@ -137,8 +137,13 @@ class Scheduler:
                 self._admit_waiting(batch, budget)
         else:
             self._running = [request for request in self._running if request.status is Status.RUNNING]
-        if not batch.requests:
-            return None
+        return self._send_off(batch) if batch.requests else None
+
+    def idle(self) -> Batch:
+        """A step of nothing, for engines that step together with others."""
+        return self._send_off(Batch(StepMessage(step=self._next_step), []))
+
+    def _send_off(self, batch: Batch) -> Batch:
         batch.message.ended.extend(self._ended)
         self._ended.clear()
         self._next_step += 1

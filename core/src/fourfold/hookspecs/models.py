@@ -54,7 +54,8 @@ def fourfold_attention_backends() -> list[AttentionBackendEntry]:
     """Offer attention backends, each under a name for ``--attention``: a paged KV cache and attention over it.
 
     Called once in every process, when plugins are loaded. ``build(AttentionContext)`` runs once a layer on every rank
-    and returns a ``fourfold.contracts.attention_backend.AttentionBackend``.
+    and returns a ``fourfold.contracts.attention_backend.AttentionBackend``. One with the capability ``fp8_cache`` is
+    also built for --kv-cache-dtype fp8, which others are refused for.
 
     Returns a list of entries. Two plugins that offer one name are an error.
 

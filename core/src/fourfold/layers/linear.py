@@ -106,10 +106,12 @@ class RowParallelLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, this rank's inputs] -> [T, out], whole on every rank."""
-        out = self._method.apply(self._weight, x)
-        if self._communicator is None:
-            return out
-        return self._communicator.all_reduce(out)
+        out = self.part(x)
+        return out if self._communicator is None else self._communicator.all_reduce(out)
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        """See SummedLayer."""
+        return self._method.apply(self._weight, x)
 
 
 def _input_columns(context: ParallelLayerContext) -> range:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fourfold.layers.scaled_rows import SCALE_BYTES, pack_rows, unpack_rows
+
 if TYPE_CHECKING:
     from fourfold.contracts.attention_backend import AttentionMetadata
     from fourfold.entries import AttentionContext
@@ -19,10 +21,11 @@ _QUERY_CHUNK = 256
 
 
 class TorchAttention:
-    """One layer's attention. The cache is [2, blocks, block_size, K, D]: keys, then values."""
+    """One layer's attention. The cache is [2, blocks, block_size, K, D]: keys, then values; in fp8 scaled rows."""
 
     def __init__(self, context: AttentionContext) -> None:
         self._spec = context.spec
+        self._scaled = context.cache_dtype is torch.float8_e4m3fn
         groups = context.spec.groups
         self._group = max(groups)
         # Where the groups differ, all are as wide as the widest: empty places repeat a head, and nobody reads them.
@@ -38,8 +41,9 @@ class TorchAttention:
             self._places = torch.tensor(places, device=context.device)
 
     def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """[2, blocks, block_size, K, D]."""
-        return (2, num_blocks, block_size, self._spec.num_kv_heads, self._spec.head_dim)
+        """[2, blocks, block_size, K, D], where scales add to D."""
+        width = self._spec.head_dim + (SCALE_BYTES if self._scaled else 0)
+        return (2, num_blocks, block_size, self._spec.num_kv_heads, width)
 
     def rotate_and_attend(
         self,
@@ -51,6 +55,8 @@ class TorchAttention:
     ) -> torch.Tensor:
         """See the contract."""
         spec = self._spec
+        if self._scaled:
+            kv_cache = kv_cache.view(torch.uint8)  # which can be indexed everywhere
         heads = qkv.view(qkv.shape[0], -1, spec.head_dim)
         turned = heads[:, : spec.num_heads + spec.num_kv_heads]
         if cos_sin is not None and spec.rotary_dim:
@@ -65,8 +71,8 @@ class TorchAttention:
         kept = slots >= 0
         if not bool(kept.all()):
             keys, values, slots = keys[kept], values[kept], slots[kept]
-        rows[0].index_copy_(0, slots, keys.to(kv_cache.dtype))
-        rows[1].index_copy_(0, slots, values.to(kv_cache.dtype))
+        for target, source in zip(rows, (keys, values)):
+            target.index_copy_(0, slots, pack_rows(source) if self._scaled else source.to(kv_cache.dtype))
 
     def _attend(self, queries: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         starts = metadata.query_start_list
@@ -107,7 +113,7 @@ class TorchAttention:
         table = torch.where(visible[:, ::block_size], table, 0)
         if spec.sliding_window:
             visible &= context >= lengths - spec.sliding_window
-        keys, values = kv_cache[:, table].flatten(2, 3).float()
+        keys, values = self._read(kv_cache[:, table].flatten(2, 3))
         # Cache memory that was never written may hold NaN, which a weight of zero does not remove.
         values = values.masked_fill(~visible[:, :, None, None], 0)
         grouped = self._grouped(queries).float()
@@ -123,7 +129,7 @@ class TorchAttention:
         spec, block_size = self._spec, kv_cache.shape[2]
         length = metadata.sequence_lengths_list[sequence]
         table = metadata.block_table[sequence, : -(-length // block_size)].to(torch.int64)
-        keys, values = kv_cache[:, table].flatten(1, 2)[:, :length].float().transpose(1, 2)
+        keys, values = self._read(kv_cache[:, table].flatten(1, 2)[:, :length]).transpose(1, 2)
         computed = length - queries.shape[0]
         out = torch.empty_like(queries)
         for first in range(0, queries.shape[0], _QUERY_CHUNK):
@@ -144,6 +150,10 @@ class TorchAttention:
             attended = attended.view(spec.num_kv_heads, self._group, -1, spec.head_dim)
             out[first : first + _QUERY_CHUNK] = self._ungrouped(attended.permute(2, 0, 1, 3)).to(queries.dtype)
         return out
+
+    def _read(self, cached: torch.Tensor) -> torch.Tensor:
+        """In fp32."""
+        return unpack_rows(cached) if self._scaled else cached.float()
 
     def _grouped(self, queries: torch.Tensor) -> torch.Tensor:
         """[n, heads, D] -> [n, K, G, D]."""

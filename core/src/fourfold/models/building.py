@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from fourfold.contracts.attention_backend import AttentionSpec
+from fourfold.contracts.operators import Foresight
+from fourfold.contracts.parallel_layer import SummedLayer
 from fourfold.entries import AttentionContext, ComputeContext
+from fourfold.errors import Unsupported
 from fourfold.layers.latent_attention import ValueOutput
 from fourfold.layers.lora_linear import LoraLinearMethod
 from fourfold.layers.partition import cut_heads
@@ -26,6 +29,7 @@ from fourfold.models.latent_tensors import latent_tensors
 from fourfold.models.mixture_tensors import mixture_tensors
 from fourfold.models.norm_weight import NormWeight
 from fourfold.models.parallel_layers import ParallelLayerFactory
+from fourfold.models.summing_norm import find_summing_norm
 from fourfold.models.tensor_table import EMBEDDING, FINAL_NORM, HEAD, layer_prefix
 from fourfold.selection import AUTO
 
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
     from fourfold.entries import Entry
     from fourfold.models.description import ModelDescription
     from fourfold.models.stage_partition import Stage
+    from fourfold.models.summing_norm import SummingNorm
     from fourfold.plugins import PluginRegistry
 
 Load = Callable[["TensorSlices"], None]
@@ -88,7 +93,7 @@ class DecoderBuilder:
         self._config = config
         self._registry = registry
         self._device = device
-        self._dtype = dtype
+        self._dtype = self._kv_cache_dtype = dtype
         self._cut = cut_heads(description.num_heads, description.num_kv_heads, group.rank, group.world_size)
         compute = ComputeContext(config=config, device=device, dtype=dtype, rank=rank)
         backends, names = registry, config.backends
@@ -109,6 +114,12 @@ class DecoderBuilder:
                 "attention backend": backends.attention_backends() if names.attention == AUTO else {},
             },
         )
+        if isinstance(self._operators, Foresight):
+            self._operators.expect(
+                hidden_size=description.hidden_size,
+                intermediate_size=-(-description.intermediate_size // group.world_size),
+                activation=description.activation,
+            )
         enabled = config.lora.enable_lora
         self._lora = LoraLinearMethod(self._method, device=device, dtype=dtype) if enabled else None
         self._factory = ParallelLayerFactory(
@@ -123,6 +134,7 @@ class DecoderBuilder:
         self._chosen = {"attention": attention_name, "linear_method": linear_name, "operators": operators_name}
         self._parameters: dict[str, Load] = {}
         self._targets: dict[str, AdapterTarget] = {}
+        self._summing_norm: SummingNorm | None = None
         self._shared: dict[str, StepPart] = {}
         """What moe layers have in common."""
         self._expert_memory = None if description.mixture is None else WeightMemory(device)
@@ -133,6 +145,14 @@ class DecoderBuilder:
         embedding = self._build_embedding() if stage.is_first else None
         length = self._config.model.max_model_len or d.max_model_len
         tables = [rotary_table(rotary, length, self._device) for rotary in d.rotaries]
+        if not d.sandwich_norms and d.norm_offset == 0:
+            self._summing_norm = find_summing_norm(
+                self._group,
+                hidden_size=d.hidden_size,
+                epsilon=d.norm_epsilon,
+                dtype=self._dtype,
+                device=self._device,
+            )
         layers = [
             self._build_layer(layer, attention, tables) for layer, attention in zip(stage.layers, self._attentions)
         ]
@@ -149,6 +169,7 @@ class DecoderBuilder:
             operators=self._operators,
             backends={**self._chosen, "parallel_layer": ",".join(layer_names)},
             dtype=self._dtype,
+            kv_cache_dtype=self._kv_cache_dtype,
             block_size=self._config.cache.block_size,
             step_parts=tuple(self._shared.values()),
         )
@@ -177,6 +198,8 @@ class DecoderBuilder:
 
     def _build_attentions(self, entry: Entry[Any]) -> list[AttentionBackend]:
         """One a layer of this stage, all from one entry."""
+        if self._config.cache.kv_cache_dtype == "fp8" and "fp8_cache" not in entry.capabilities:
+            raise Unsupported("it keeps no fp8 cache; --kv-cache-dtype auto needs none")
         backends: list[AttentionBackend] = []
         for layer in self._description.layers[self._stage.layers.start : self._stage.layers.stop]:
             rotary = None if layer.rotary is None else self._description.rotaries[layer.rotary]
@@ -189,11 +212,13 @@ class DecoderBuilder:
                 sliding_window=layer.sliding_window,
                 soft_cap=self._description.attention_soft_cap,
                 rotary_dim=0 if rotary is None else rotary.dim,
+                head_norms=self._description.query_key_norm,
             )
             context = AttentionContext(config=self._config, device=self._device, dtype=self._dtype, spec=spec)
             backend = entry.build(context)
             backend.kv_cache_shape(1, self._config.cache.block_size)  # refuses a block size that it cannot hold
             backends.append(backend)
+            self._kv_cache_dtype = context.cache_dtype
         return backends
 
     def _build_layer(self, layer: int, attention: AttentionBackend, tables: list[torch.Tensor]) -> DecoderLayer:
@@ -207,10 +232,14 @@ class DecoderBuilder:
             after_feed_forward = norm(f"{prefix}post_feedforward_layernorm.weight")
         else:
             before_feed_forward = norm(f"{prefix}post_attention_layernorm.weight")
+        output = self._build_output(prefix)
+        summing_norm = self._summing_norm if isinstance(output, SummedLayer) else None
+        # What goes on to another stage is summed.
+        leaves_sum = summing_norm is not None and layer + 1 in self._stage.layers and not d.layers[layer].mixture
         parts = LayerParts(
             qkv=self._build_qkv(prefix),
-            output=self._build_output(prefix),
-            feed_forward=self._build_feed_forward(layer, prefix),
+            output=output.part if summing_norm is not None and isinstance(output, SummedLayer) else output,
+            feed_forward=self._build_feed_forward(layer, prefix, leaves_sum=leaves_sum),
             attention=attention,
             cos_sin=None if rotary is None else tables[rotary],
             head_norms=self._head_norms(prefix) if d.query_key_norm else (),
@@ -220,6 +249,8 @@ class DecoderBuilder:
             attention_output_norm=after_attention,
             feed_forward_norm=before_feed_forward,
             feed_forward_output_norm=after_feed_forward,
+            summing_norm=summing_norm,
+            leaves_sum=leaves_sum,
         )
         return DecoderLayer(parts, self._operators, epsilon=d.norm_epsilon, weight_offset=d.norm_offset)
 
@@ -249,7 +280,9 @@ class DecoderBuilder:
             return output
         return ValueOutput(output, head_dim=d.head_dim, value_dim=d.value_dim)
 
-    def _build_feed_forward(self, layer: int, prefix: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _build_feed_forward(
+        self, layer: int, prefix: str, *, leaves_sum: bool
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
         d = self._description
         if d.layers[layer].mixture:
             return self._build_mixture(layer, prefix)
@@ -262,7 +295,8 @@ class DecoderBuilder:
         down = self._linear(
             "row", {"": f"{prefix}mlp.down_proj"}, (d.intermediate_size, (d.hidden_size,)), bias=d.mlp_bias
         )
-        return DenseFeedForward(gate_up, down, self._operators, d.activation)
+        last = down.part if leaves_sum and isinstance(down, SummedLayer) else down
+        return DenseFeedForward(gate_up, last, self._operators, d.activation)
 
     def _build_mixture(self, layer: int, prefix: str) -> MixtureLayer:
         d = self._description

@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING
+
+import torch
 
 from fourfold.contracts.kv_cache_spec import KVCacheSpec
 from fourfold.errors import EngineError
+from fourfold.models.microbatches import cut_metadata, cut_tokens
 
 if TYPE_CHECKING:
-    import torch
-
     from fourfold.contracts.attention_backend import AttentionMetadata
     from fourfold.contracts.operators import Operators
     from fourfold.contracts.parallel_layer import HeadLayer, ParallelLayer
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from fourfold.models.description import ModelDescription
     from fourfold.models.norm_weight import NormWeight
     from fourfold.models.stage_partition import Stage
+    from fourfold.models.summing_norm import AddNorm
 
 
 class Decoder:
@@ -44,6 +46,7 @@ class Decoder:
         operators: Operators,
         backends: dict[str, str],
         dtype: torch.dtype,
+        kv_cache_dtype: torch.dtype,
         block_size: int,
         step_parts: Sequence[StepPart] = (),
     ) -> None:
@@ -53,6 +56,7 @@ class Decoder:
         self.backends = backends
         """Chosen name of each kind of backend."""
         self.dtype = dtype
+        self.kv_cache_dtype = kv_cache_dtype
         self.operators = operators
         self.step_parts = tuple(step_parts)
         """What its layers have in common and do between steps."""
@@ -66,9 +70,12 @@ class Decoder:
         self._first_norm: Callable[[torch.Tensor], torch.Tensor] = partial(
             rms_norm, weight=layers[0].parts.input_norm.tensor
         )
-        self._add_norms: list[Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = [
+        self._add_norms: list[AddNorm] = [
             partial(add_rms_norm, weight=layer.parts.input_norm.tensor) for layer in layers
         ]
+        for index, (before, after) in enumerate(pairwise(layers), start=1):
+            if before.parts.leaves_sum and before.parts.summing_norm is not None:
+                self._add_norms[index] = before.parts.summing_norm(after.parts.input_norm.tensor)
         self._final_norm = None if final_norm is None else partial(add_rms_norm, weight=final_norm.tensor)
         self._scale = description.embedding_scale
         self._soft_cap = description.logit_soft_cap
@@ -105,6 +112,45 @@ class Decoder:
         """``hidden`` [T, H], still to be added to ``residual`` [T, H], through this stage's layers; both are returned
         as the next stage takes them, and may be overwritten. ``hidden`` is None on the first stage.
         """
+        for part in self.step_parts:
+            turns = part.take_turns(len(residual))
+            if turns is not None:
+                halves = self._cut(hidden, residual, positions, kv_caches, metadata)
+                (first, first_residual), (second, second_residual) = turns(halves)
+                return torch.cat([first, second]), torch.cat([first_residual, second_residual])
+        return self._run_layers(hidden, residual, positions, kv_caches, metadata)
+
+    def _cut(
+        self,
+        hidden: torch.Tensor | None,
+        residual: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: Sequence[torch.Tensor],
+        metadata: Sequence[AttentionMetadata],
+    ) -> list[Callable[[], tuple[torch.Tensor, torch.Tensor]]]:
+        """``run_layers`` of each half of the tokens."""
+        at, _ = cut_tokens(len(residual))
+        cut = {id(one): cut_metadata(one, at) for one in metadata}  # layers of one kind share theirs
+        return [
+            partial(
+                self._run_layers,
+                None if hidden is None else hidden[tokens],
+                residual[tokens],
+                positions[tokens],
+                kv_caches,
+                [cut[id(one)][half] for one in metadata],
+            )
+            for half, tokens in enumerate((slice(0, at), slice(at, None)))
+        ]
+
+    def _run_layers(
+        self,
+        hidden: torch.Tensor | None,
+        residual: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: Sequence[torch.Tensor],
+        metadata: Sequence[AttentionMetadata],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if hidden is None:
             normed = self._first_norm(residual)
         else:
@@ -143,7 +189,7 @@ class Decoder:
         return self._last().best(local, broken, self.operators)
 
     def kv_cache_shape(self, layer: int, num_blocks: int) -> tuple[int, ...]:
-        """Shape of one layer's cache tensor, in ``dtype``; ``layer`` is its number in the whole model."""
+        """Shape of one layer's cache tensor; ``layer`` is its number in the whole model."""
         return self._layers[self.stage.layers.index(layer)].parts.attention.kv_cache_shape(num_blocks, self._block_size)
 
     def kv_cache_specs(self) -> dict[int, KVCacheSpec]:
@@ -151,7 +197,7 @@ class Decoder:
         return {
             layer: KVCacheSpec(
                 block_size=self._block_size,
-                bytes_per_block=math.prod(self.kv_cache_shape(layer, 1)) * self.dtype.itemsize,
+                bytes_per_block=math.prod(self.kv_cache_shape(layer, 1)) * self.kv_cache_dtype.itemsize,
                 sliding_window=self.description.layers[layer].sliding_window,
             )
             for layer in self.stage.layers

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fourfold.contracts.operators import Operators
     from fourfold.contracts.parallel_layer import ParallelLayer
     from fourfold.models.norm_weight import NormWeight
+    from fourfold.models.summing_norm import AddNorm, SummingNorm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +49,10 @@ class LayerParts:
     attention_output_norm: NormWeight | None
     feed_forward_norm: NormWeight
     feed_forward_output_norm: NormWeight | None
+    summing_norm: SummingNorm | None = None
+    """Takes the sum over ranks that ``output`` leaves; None: it leaves none."""
+    leaves_sum: bool = False
+    """Whether ``feed_forward`` leaves one, which the norm after the layer has to take."""
 
 
 class DecoderLayer:
@@ -65,12 +70,14 @@ class DecoderLayer:
         norm = partial(operators.rms_norm, epsilon=epsilon, weight_offset=weight_offset)
         self._attention_output_norm = _bind(norm, parts.attention_output_norm)
         self._feed_forward_output_norm = _bind(norm, parts.feed_forward_output_norm)
-        self._add_norm = partial(
+        self._add_norm: AddNorm = partial(
             operators.add_rms_norm,
             weight=parts.feed_forward_norm.tensor,
             epsilon=epsilon,
             weight_offset=weight_offset,
         )
+        if parts.summing_norm is not None:
+            self._add_norm = parts.summing_norm(parts.feed_forward_norm.tensor)
 
     def __call__(
         self,

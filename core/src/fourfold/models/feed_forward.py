@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from fourfold.contracts.operators import Operators
@@ -16,7 +18,11 @@ class DenseFeedForward:
     """[T, H] -> [T, H]."""
 
     def __init__(
-        self, gate_up: ParallelLayer, down: ParallelLayer, operators: Operators, activation: Activation
+        self,
+        gate_up: ParallelLayer,
+        down: Callable[[torch.Tensor], torch.Tensor],
+        operators: Operators,
+        activation: Activation,
     ) -> None:
         self._gate_up = gate_up
         self._down = down

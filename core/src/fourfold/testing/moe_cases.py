@@ -133,14 +133,22 @@ def build(
     group: GroupCoordinator, backends: Backends, mixture: MixtureDescription, tensors: Tensors
 ) -> tuple[ParallelLayer, dict[str, CountedSlices]]:
     """The layer with its weights, cut over ``group``, and what it read of each tensor."""
+    return build_from(context_of(group, backends, mixture), backends, tensors)
+
+
+def context_of(
+    group: GroupCoordinator, backends: Backends, mixture: MixtureDescription, *, plugins: dict[str, Any] | None = None
+) -> ParallelLayerContext:
+    """What the moe layers of one decoder are built from; ``plugins`` are settings by plugin."""
     config = EngineConfig(
         model=ModelConfig(dtype="float32"),
         parallel=ParallelConfig(tensor_parallel_size=group.world_size),
         backends=BackendConfig(**backends),
+        plugins=plugins or {},
     )
-    registry, device = load_plugins(), torch.device("cpu")
+    device = torch.device("cpu")
     compute = ComputeContext(config=config, device=device, dtype=torch.float32)
-    context = ParallelLayerContext(
+    return ParallelLayerContext(
         config=config,
         device=device,
         dtype=torch.float32,
@@ -152,11 +160,17 @@ def build(
         out_sizes=(HIDDEN,),
         operators=TorchOperators(compute),
         mixture=mixture,
-        registry=registry,
+        registry=load_plugins(),
         expert_group=group,
     )
+
+
+def build_from(
+    context: ParallelLayerContext, backends: Backends, tensors: Tensors
+) -> tuple[ParallelLayer, dict[str, CountedSlices]]:
+    """The next moe layer of a decoder, with its weights."""
     layer = backends["parallel_layer"].removeprefix("moe=")
-    moe: ParallelLayer = registry.parallel_layers()["moe", layer].build(context)
+    moe: ParallelLayer = load_plugins().parallel_layers()["moe", layer].build(context)
     slices = {name: CountedSlices(tensor) for name, tensor in tensors.items()}
     for name, tensor in slices.items():
         moe.load(name, tensor)

@@ -9,7 +9,7 @@ import torch
 
 from fourfold.config.engine_config import EngineConfig
 from fourfold.config.model_config import Dtype, ModelConfig
-from fourfold.contracts.operators import Operators
+from fourfold.contracts.operators import CheckedDraws, Operators
 from fourfold.layers.torch_operators import TorchOperators
 from fourfold.plugins import load_plugins
 from fourfold.testing.conformance import Conformance
@@ -128,6 +128,23 @@ class OperatorsConformance(Conformance):
                 one = slice(row, row + 1)
                 alone = operators.gumbel_argmax(logits[one].clone(), temperature[one], seeds[one], positions[one])
                 assert torch.equal(alone, whole[one])
+
+    def test_checked_draws_are_draws_that_tell_broken_rows(self, built: list[tuple[Dtype, Operators]]) -> None:
+        for _, operators in built:
+            if not isinstance(operators, CheckedDraws):
+                continue
+            for vocabulary in VOCABULARY:
+                logits = self.random("float32", 8, vocabulary)
+                temperature = torch.tensor([0.0, 1.0] * 4, device=self.device)
+                seeds, positions = torch.arange(8, device=self.device), torch.arange(8, device=self.device)
+                expected = operators.gumbel_argmax(logits.clone(), temperature, seeds, positions)
+                for row, entry, value in ((1, 0, torch.nan), (4, vocabulary - 1, torch.inf), (6, 0, -torch.inf)):
+                    logits[row, entry] = value
+                ids, codes = operators.draw(logits, temperature, seeds, positions)
+                broken = torch.tensor([row in (1, 4, 6) for row in range(8)], device=self.device)
+                assert torch.equal(codes, ids.masked_fill(broken, -1))
+                assert torch.equal(codes[~broken], expected[~broken])
+                assert bool(((ids >= 0) & (ids < vocabulary)).all())
 
     def test_log_normalizer_agrees_with_the_twin(
         self, built: list[tuple[Dtype, Operators]], twin: TorchOperators

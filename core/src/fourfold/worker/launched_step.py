@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from fourfold.contracts.step_part import StepVote
     from fourfold.worker.device import Device, Fetch
     from fourfold.worker.logprobs import LogprobRows
     from fourfold.worker.sampler import Sampled
@@ -36,16 +37,18 @@ class LaunchedStep:
         sampled: Sampled | None = None,
         prompts: Mapping[int, Sequence[LogprobRows]] | None = None,
         started: float | None = None,
+        vote: StepVote | None = None,
     ) -> None:
         """Begin to bring what it computes to the host.
 
         ``errors`` are known already. ``sampled`` are ids of ``slots``, None in a step without any; ``prompts`` are log
         probabilities of prompts, by slot and in order. ``started`` is the ``time.perf_counter`` from which the step
-        counts as in the model.
+        counts as in the model. ``vote`` is what those of all engines came to, for steps that they make together.
         """
         prompts = prompts or {}
         self._step = step
         self._errors = errors
+        self._vote = vote
         self._slots = slots
         self._started = time.perf_counter() if started is None else started
         self._wanted = [] if sampled is None or sampled.logprobs is None else sampled.wanted.tolist()
@@ -88,6 +91,7 @@ class LaunchedStep:
             prompt_logprobs=prompt_logprobs,
             errors=errors,
             forward_seconds=seconds,
+            vote=self._vote,
         )
 
 

@@ -20,8 +20,8 @@ class CachedModel(Protocol):
     """What the caches need of a decoder."""
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of activations and cache."""
+    def kv_cache_dtype(self) -> torch.dtype:
+        """Of cache tensors."""
 
     def kv_cache_specs(self) -> dict[int, KVCacheSpec]:
         """Of this rank's layers, in order."""
@@ -42,7 +42,7 @@ class LayerCaches:
             raise EngineError(f"no KV-cache group has layer(s) {listed}; engine and worker disagree")
         self._group_of_layer = [groups[layer] for layer in layers]
         self._shapes = [model.kv_cache_shape(layer, cache.num_blocks) for layer in layers]
-        self._dtype = model.dtype
+        self._dtype = model.kv_cache_dtype
         self._device = device
         self.tensors: list[torch.Tensor] = []
         """One a layer; empty while they are given back."""

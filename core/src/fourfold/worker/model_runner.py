@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
 
+from fourfold.contracts.step_part import StepPart, StepVote
 from fourfold.distributed.group_coordinator import GroupCoordinator
 from fourfold.distributed.model_parallel import ModelParallel
 from fourfold.errors import CheckpointError, RequestError
@@ -23,18 +24,17 @@ from fourfold.sampling_params import SamplingParams
 from fourfold.worker.decode_graphs import DecodeGraphs
 from fourfold.worker.device import Device
 from fourfold.worker.launched_step import NOT_FINITE, LaunchedStep
-from fourfold.worker.layer_caches import CachedModel, LayerCaches
+from fourfold.worker.layer_caches import LayerCaches
 from fourfold.worker.logprobs import LogprobRows, token_logprobs
 from fourfold.worker.request_state import Int64, RequestState
+from fourfold.worker.runnable_model import Model
 from fourfold.worker.sampler import Sampled, Sampler
 from fourfold.worker.sampling_state import SamplingState
 from fourfold.worker.step_inputs import InputBuffers, SamplingInputs, StepInputs, StepPlan
 
 if TYPE_CHECKING:
     from fourfold.config.scheduler_config import SchedulerConfig
-    from fourfold.contracts.attention_backend import AttentionMetadata
     from fourfold.contracts.kv_cache_spec import KVCacheConfig
-    from fourfold.contracts.operators import Operators
     from fourfold.models.adapters import AdapterSlots
     from fourfold.worker.penalties import SeenTokens
     from fourfold.worker.pipeline_stage import PipelineStage
@@ -55,32 +55,6 @@ ALONE = ModelParallel(
 """The groups of an engine of one rank."""
 
 
-class Model(CachedModel, Protocol):
-    """What the runner needs of a decoder; T tokens, R rows, H hidden size, V vocabulary size."""
-
-    @property
-    def operators(self) -> Operators:
-        """Those of its own norms; they sample too."""
-
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_caches: Sequence[torch.Tensor],
-        metadata: Sequence[AttentionMetadata],
-    ) -> torch.Tensor:
-        """int64 [T], int64 [T], a cache and metadata a layer -> [T, H]."""
-
-    def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, H] -> this rank's part of the logits, fp32; the ranks do not talk meanwhile."""
-
-    def collect_logits(self, local: torch.Tensor) -> torch.Tensor:
-        """What all ranks' ``local_logits`` gave -> fp32 [R, V] on the first rank that shares the layers."""
-
-    def best_tokens(self, local: torch.Tensor, broken: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``local_logits`` and bool [R] where they are not finite -> int64 [R] and bool [R] for all ranks, on all."""
-
-
 class ModelRunner:
     """One model on one device, with its KV cache and the state of its requests."""
 
@@ -96,8 +70,13 @@ class ModelRunner:
         parallel: ModelParallel = ALONE,
         adapters: AdapterSlots | None = None,
         join: Callable[[RequestState], PipelineStage] | None = None,
+        step_parts: Sequence[StepPart] = (),
+        lockstep: bool = False,
     ) -> None:
-        """``join`` makes this rank a stage of a pipeline; None: it has all layers."""
+        """``join`` makes this rank a stage of a pipeline; None: it has all layers. ``step_parts`` are the model's;
+        ``lockstep``: they step together with those of other engines, in sizes that no recorded step has.
+        """
+        self._step_parts = tuple(step_parts)
         self._model = model
         self._parallel = parallel
         self._device = device
@@ -117,7 +96,7 @@ class ModelRunner:
             model.operators,
             max_batch_size=scheduler.max_num_seqs,
             group=parallel.tp,
-            enabled=not scheduler.enforce_eager,
+            enabled=not scheduler.enforce_eager and not lockstep,
         )
         # Where one rank has the logits, plain sampling needs no host: it is part of the recorded step.
         self._draws_ahead = device.asynchronous and parallel.tp.world_size == 1
@@ -141,8 +120,9 @@ class ModelRunner:
         if self._pipeline is not None:
             self._pipeline.take_ids(message)
         errors = self._update_state(message)
+        vote = self._begin_step(message)
         if not message.scheduled:
-            return LaunchedStep(message.step, device=self._device, errors=errors)
+            return LaunchedStep(message.step, device=self._device, errors=errors, vote=vote)
         plan = StepPlan.of(message.scheduled)
         adapted = self._adapters is not None and self._adapters.activate(
             self._state.adapters[plan.slots], plan.counts, self._device.upload
@@ -169,6 +149,7 @@ class ModelRunner:
             sampled=sampled,
             prompts=prompts,
             started=started,
+            vote=vote,
         )
         if sampled is not None:
             self._note(launched, slots, sampled)
@@ -317,6 +298,16 @@ class ModelRunner:
             for row, seen in counting:
                 if codes[row] >= 0:
                     seen.add(int(codes[row]))
+
+    def _begin_step(self, message: StepMessage) -> StepVote | None:
+        """What the votes of all engines that step together come to; a step without tokens is over then."""
+        if message.vote is None and not message.scheduled:
+            return None
+        num_tokens = sum(entry.num_tokens for entry in message.scheduled)
+        vote = message.vote or StepVote(has_work=True, may_pause=False)
+        for part in self._step_parts:
+            vote = part.begin_step(num_tokens, vote, is_decode=num_tokens == len(message.scheduled))
+        return vote
 
     def _update_state(self, message: StepMessage) -> dict[int, str]:
         errors: dict[int, str] = {}

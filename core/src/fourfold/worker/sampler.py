@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fourfold.contracts.operators import CheckedDraws
 from fourfold.worker.device import Device
 from fourfold.worker.logprobs import LogprobRows, token_logprobs
 from fourfold.worker.penalties import apply_penalties
@@ -44,6 +45,7 @@ class Sampler:
         self._operators = operators
         self._device = device
         # On an asynchronous device the host must not look at values to decide how much there is to do.
+        self._checked = operators if isinstance(operators, CheckedDraws) else None
         self._truncate = truncate_sorted if device.asynchronous else truncate
 
     def is_greedy(self, slots: Int64) -> bool:
@@ -60,6 +62,9 @@ class Sampler:
 
     def plain(self, logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
         """``sample`` for rows that are greedy or drawn from the whole vocabulary; looks at no value."""
+        if self._checked is not None:
+            ids, codes = self._checked.draw(logits, inputs.inverse_temperature, inputs.seeds, inputs.positions)
+            return Sampled(ids, codes, None, np.zeros(0, np.int64))
         token_ids = self._operators.gumbel_argmax(logits, inputs.inverse_temperature, inputs.seeds, inputs.positions)
         return _sampled(token_ids, self._device.broken_rows(logits), None, np.zeros(0, np.int64))
 

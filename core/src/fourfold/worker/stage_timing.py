@@ -70,7 +70,7 @@ class _DecodeStep:
         ((layer, spec),) = decoder.kv_cache_specs().items()
         blocks = -(-length // spec.block_size)
         cache = KVCacheConfig(groups=(KVCacheGroup(spec=spec, layers=(layer,)),), num_blocks=1 + blocks * num_requests)
-        self._caches = [device.zeros(decoder.kv_cache_shape(layer, cache.num_blocks), decoder.dtype)]
+        self._caches = [device.zeros(decoder.kv_cache_shape(layer, cache.num_blocks), decoder.kv_cache_dtype)]
         self._inputs = _inputs(cache, device, d, length=length, blocks=blocks, num_requests=num_requests)
         # Tokens that differ, and are the same on all ranks: those of a mixture go to other experts each.
         random = torch.Generator().manual_seed(0)

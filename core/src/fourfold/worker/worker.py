@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
@@ -54,7 +54,11 @@ if TYPE_CHECKING:
     from fourfold.models.decoder import Decoder
     from fourfold.models.stage_partition import Stage, StageCosts
     from fourfold.plugins import PluginRegistry
+    from fourfold.worker.launched_step import LaunchedStep
     from fourfold.worker.request_state import RequestState
+
+
+_STEPS_BETWEEN_COUNTERS: Final = 32
 
 
 class _Loaded(NamedTuple):
@@ -74,6 +78,7 @@ class Worker:
         self._runner: ModelRunner | None = None
         self._profile: Profile | None = None
         self._busy_seconds = 0.0
+        self._num_steps = 0
         self._asynchronous = False
         self._decode_step = msgspec.msgpack.Decoder(StepMessage)
         self._encode = msgspec.msgpack.Encoder().encode
@@ -149,20 +154,16 @@ class Worker:
         runner = self._ready("execute_model")
         started, waited = time.perf_counter(), runner.waited_seconds
         launched = runner.launch(self._decode_step.decode(message))
-        reply = None if self._asynchronous else self._encode(launched.result())
+        counters = self._layer_counters()
+        reply = None if self._asynchronous else self._reply(launched, counters)
         for part in self._need_loaded("execute_model").decoder.step_parts:
             part.end_step()
         self._busy_seconds += time.perf_counter() - started - (runner.waited_seconds - waited)
-        return DeferredReply(lambda: self._encode(launched.result())) if reply is None else reply
+        return DeferredReply(lambda: self._reply(launched, counters)) if reply is None else reply
 
     def busy_seconds(self) -> float:
         """Seconds that this rank has spent in steps so far, without its waits for other stages; on the host's side."""
         return self._busy_seconds
-
-    def layer_counters(self) -> dict[str, float]:
-        """Named figures of the layers, for ``/metrics``; empty for layers that have none."""
-        parts = self._need_loaded("layer_counters").decoder.step_parts
-        return {name: value for part in parts for name, value in part.counters().items()}
 
     def check_health(self) -> None:
         """Return when everything that was started on the device is done."""
@@ -288,7 +289,21 @@ class Worker:
             parallel=loaded.parallel,
             adapters=loaded.adapters,
             join=None if loaded.parallel.pp.world_size == 1 else partial(_join, config, loaded),
+            step_parts=loaded.decoder.step_parts,
+            lockstep=config.parallel.lockstep,
         )
+
+    def _layer_counters(self) -> dict[str, float]:
+        """Every some steps what the layers count, and nothing in between."""
+        self._num_steps += 1
+        if self._num_steps % _STEPS_BETWEEN_COUNTERS:
+            return {}
+        parts = self._need_loaded("execute_model").decoder.step_parts
+        return {name: value for part in parts for name, value in part.counters().items()}
+
+    def _reply(self, launched: LaunchedStep, counters: dict[str, float]) -> bytes:
+        output = launched.result()
+        return self._encode(msgspec.structs.replace(output, counters=counters) if counters else output)
 
     def _need_loaded(self, method: str) -> _Loaded:
         if self._loaded is None:

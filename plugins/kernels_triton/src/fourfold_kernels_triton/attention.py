@@ -16,6 +16,7 @@ import torch
 
 from fourfold.contracts.attention_backend import AttentionMetadata
 from fourfold.errors import Unsupported
+from fourfold.layers.scaled_rows import SCALE_BYTES
 from fourfold_kernels_triton.compile_ahead import Compilation
 from fourfold_kernels_triton.counters import Counters
 from fourfold_kernels_triton.kernels.cache_write import write_cache
@@ -48,6 +49,8 @@ class _Step(NamedTuple):
     cos_sin: torch.Tensor
     rotary: int
     kv_cache: torch.Tensor
+    scales: torch.Tensor
+    """The cache as fp32, in which the scales of an fp8 cache lie."""
     metadata: AttentionMetadata
 
 
@@ -69,6 +72,9 @@ class TritonAttention:
         self._width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         self._group = _power_of_two(max(groups))
         self._group_size = groups[0] if len(set(groups)) == 1 else 0
+        self._scaled = context.cache_dtype is torch.float8_e4m3fn
+        if self._scaled and context.device.type == "cuda" and torch.cuda.get_device_capability(context.device) < (8, 9):
+            raise Unsupported("an fp8 cache needs a device of compute capability 8.9 or more; --kv-cache-dtype auto")
         self._padded_dim = max(_power_of_two(spec.head_dim), _SMALLEST_PRODUCT)
         self._first_head = torch.tensor(
             [sum(groups[:index]) for index in range(len(groups) + 1)], dtype=torch.int32, device=context.device
@@ -80,7 +86,7 @@ class TritonAttention:
         self._query_weight, self._key_weight = self._first_head, self._first_head  # not read without norms
         self._epsilon = self._weight_offset = 0.0
         wide = context.dtype is torch.float32
-        self._decode_tile = decode_tile(self._padded_dim, wide=wide)
+        self._decode_tile = decode_tile(self._padded_dim, wide=wide, scaled=self._scaled)
         self._prefill_tile = prefill_tile(self._padded_dim, wide=wide)
         self._heads: dict[str, Any] = {
             "NORM": False,
@@ -88,6 +94,7 @@ class TritonAttention:
             "NUM_KV_HEADS": spec.num_kv_heads,
             "HEAD_DIM": spec.head_dim,
             "PADDED_DIM": self._padded_dim,
+            "SCALED": self._scaled,
         }
         self._scores: dict[str, Any] = {
             "SOFT_CAP": spec.soft_cap > 0,
@@ -97,7 +104,7 @@ class TritonAttention:
         }
 
         self._context = context
-        self._compilation = self._compile()
+        self._compilation = None if spec.head_norms else self._compile()
 
     def norm_heads(
         self, query_weight: torch.Tensor, key_weight: torch.Tensor, epsilon: float, *, weight_offset: float = 0.0
@@ -109,8 +116,12 @@ class TritonAttention:
         self._compilation = self._compile()
 
     def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """[blocks, kv heads, keys and values, block_size, head_dim]: one head of a block is read in one piece."""
-        return (num_blocks, self._spec.num_kv_heads, 2, block_size, self._spec.head_dim)
+        """[blocks, kv heads, keys and values, block_size, head_dim]: one head of a block is read in one piece.
+
+        Scales add to head_dim; they lie together at a piece's end.
+        """
+        width = self._spec.head_dim + (SCALE_BYTES if self._scaled else 0)
+        return (num_blocks, self._spec.num_kv_heads, 2, block_size, width)
 
     def rotate_and_attend(
         self,
@@ -121,6 +132,9 @@ class TritonAttention:
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """See the contract; ``qkv`` is left as it is."""
+        if self._compilation is not None:
+            self._compilation.wait()
+            self._compilation = None
         if qkv.shape[1] != self._width or qkv.stride(1) != 1:
             raise Unsupported(f"qkv is dense rows of {self._width}, not {tuple(qkv.shape)} of strides {qkv.stride()}")
         out = torch.empty(
@@ -133,6 +147,7 @@ class TritonAttention:
             cos_sin=self._first_head if cos_sin is None else cos_sin,  # a pointer that nothing follows without rotary
             rotary=0 if cos_sin is None else self._spec.rotary_dim,
             kv_cache=kv_cache,
+            scales=kv_cache.view(torch.uint8).flatten().view(torch.float32) if self._scaled else kv_cache,
             metadata=metadata,
         )
         if metadata.max_query_length > 1:
@@ -151,7 +166,7 @@ class TritonAttention:
         twin = copy.copy(self)
         twin._launch, twin._compilation = compilation, None
         empty = functools.partial(torch.empty, device="meta")
-        cache = empty(self.kv_cache_shape(1, context.config.cache.block_size), dtype=context.dtype)
+        cache = empty(self.kv_cache_shape(1, context.config.cache.block_size), dtype=context.cache_dtype)
         cos_sin = empty((1, spec.rotary_dim), dtype=torch.float32) if spec.rotary_dim else None
         for starts in ([0, 1], [0, 1, 3]):
             tokens, sequences = starts[-1], len(starts) - 1
@@ -176,6 +191,7 @@ class TritonAttention:
             (-(-tokens // _TOKENS_WRITTEN), self._spec.num_kv_heads),
             step.qkv,
             step.kv_cache,
+            step.scales,
             step.metadata.slot_mapping,
             step.positions,
             step.cos_sin,
@@ -201,6 +217,7 @@ class TritonAttention:
             step.qkv,
             step.out,
             step.kv_cache,
+            step.scales,
             metadata.query_start,
             metadata.sequence_lengths,
             metadata.block_table,
@@ -243,6 +260,7 @@ class TritonAttention:
             step.qkv,
             step.out,
             step.kv_cache,
+            step.scales,
             sums,
             stats,
             self._counters.at_least(pairs),

@@ -30,7 +30,18 @@ class GraphOperators(TritonOperators):
         if self._device.type != "cuda":
             return []
         largest = min(max_batch_size, LARGEST_BATCH)
-        sizes = {1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, LARGEST_BATCH + 1, 32), largest}
+        sizes = {
+            1,
+            2,
+            4,
+            8,
+            16,
+            24,
+            *range(32, 129, 16),
+            *range(160, 257, 32),
+            *range(320, LARGEST_BATCH + 1, 64),
+            largest,
+        }
         return sorted(size for size in sizes if size <= largest)
 
     def capture(self, step: Callable[[], torch.Tensor]) -> RecordedStep:

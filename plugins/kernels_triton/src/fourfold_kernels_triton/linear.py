@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 import torch
 
 from fourfold.layers.torch_linear import DenseWeight, TorchLinearMethod
+from fourfold_kernels_triton.compile_ahead import Compilation
 from fourfold_kernels_triton.kernels.products import vector_product
 from fourfold_kernels_triton.launch import launch, starts_early
 
@@ -18,6 +21,8 @@ _COLUMNS: Final = 1024
 """Weights of an output that a program reads at a time."""
 _PROGRAMS: Final = 264
 """Programs that a product has at least, where its outputs allow: two for each multiprocessor of an H200."""
+_LEAST_VOCABULARY: Final = 16384
+"""Outputs that may be a vocabulary's: heads are asked for fp32."""
 _MOST_OUTS: Final = 8
 """Outputs of a program: 16 KB of weights in flight."""
 
@@ -28,6 +33,22 @@ class TritonLinearMethod(TorchLinearMethod):
     def __init__(self, context: ComputeContext) -> None:
         super().__init__(context)
         self._early = starts_early(context.device)
+        self._launch: Callable[..., None] = launch
+
+    def create(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> DenseWeight:
+        """Also start compiling its kernel, which is compiled at the first use if that comes earlier."""
+        weight = super().create(in_features, out_features, bias=bias, dtype=dtype)
+        self._compile(weight)
+        return weight
+
+    def _compile(self, weight: DenseWeight) -> None:
+        if self._device.type == "cuda" and weight.dense.dtype.itemsize == 2 and weight.in_features % 8 == 0:
+            twin = copy.copy(self)
+            twin._launch = Compilation(self._device)
+            x = torch.empty(1, weight.in_features, dtype=weight.dense.dtype, device="meta")
+            twin.apply(weight, x)
+            if weight.out_features >= _LEAST_VOCABULARY:
+                twin.apply(weight, x, out_dtype=torch.float32)
 
     def apply(self, weight: LinearWeight, x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """One row by the kernel, as long as it is dense and of the weight's 16-bit dtype; others by torch.
@@ -46,7 +67,7 @@ class TritonLinearMethod(TorchLinearMethod):
         out_features = weight.out_features
         out = torch.empty((1, out_features), dtype=out_dtype or x.dtype, device=x.device)
         outs = outs_each(out_features)
-        launch(
+        self._launch(
             vector_product,
             (-(-out_features // outs),),
             x,

@@ -46,16 +46,17 @@ class TritonOperators:
         self._launch: Callable[..., None] = launch
         self._counters = Counters(context.device)
         self._factors: dict[tuple[float, torch.dtype], float] = {}
-        self._compilation = self._compile()
+        self._compilations = [self._compile(_sample)]
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, *, weight_offset: float = 0.0
     ) -> torch.Tensor:
         """See the contract."""
+        self._ready()
         width = x.shape[-1]
         rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, width)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        launch(
+        self._launch(
             rms_norm_rows,
             (rows.shape[0],),
             rows,
@@ -82,7 +83,7 @@ class TritonOperators:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See the contract; both results take the places of the inputs."""
         width = x.shape[1]
-        launch(
+        self._launch(
             add_rms_norm_rows,
             (x.shape[0],),
             x,
@@ -113,7 +114,7 @@ class TritonOperators:
         """See the contract."""
         block = _power_of_two(head_dim)
         heads = max(1, min(_power_of_two(num_heads), _HEAD_ENTRIES // block))
-        launch(
+        self._launch(
             head_rms_norm_rows,
             (qkv.shape[0], -(-num_heads // heads)),
             qkv,
@@ -134,7 +135,7 @@ class TritonOperators:
             raise Unsupported(f"no activation {activation!r}; there are silu, gelu and gelu_tanh")
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
-        launch(
+        self._launch(
             gated_rows,
             (rows, -(-width // _COLUMNS)),
             gate_up,
@@ -195,41 +196,60 @@ class TritonOperators:
         """See the contract; in place."""
         rows, width = logits.shape
         grid = (rows, -(-width // _COLUMNS))
-        launch(soft_cap_rows, grid, logits, logits.stride(0), width, cap, BLOCK=_COLUMNS)
+        self._launch(soft_cap_rows, grid, logits, logits.stride(0), width, cap, BLOCK=_COLUMNS)
         return logits
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """See the contract."""
         out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-        self._reduce(argmax_rows, logits, (), torch.int32, out)
+        self._reduce(argmax_rows, logits, (), torch.int32, (out,))
         return out
 
     def gumbel_argmax(
         self, logits: torch.Tensor, inverse_temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         """See the contract."""
-        out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+        return self.draw(logits, inverse_temperature, seeds, positions)[0]
+
+    def draw(
+        self, logits: torch.Tensor, inverse_temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See CheckedDraws."""
+        ids, codes = torch.empty(2, logits.shape[0], dtype=torch.int64, device=logits.device)
         inputs = (inverse_temperature, seeds, positions)
-        self._reduce(gumbel_argmax_rows, logits, inputs, torch.int32, out, enable_fp_fusion=False)
-        return out
+        self._reduce(gumbel_argmax_rows, logits, inputs, torch.int32, (ids, codes), enable_fp_fusion=False)
+        return ids, codes
 
     def log_normalizer(self, logits: torch.Tensor) -> torch.Tensor:
         """See the contract."""
         out = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-        self._reduce(log_normalizer_rows, logits, (), torch.float32, out)
+        self._reduce(log_normalizer_rows, logits, (), torch.float32, (out,))
         return out
 
-    def _compile(self) -> Compilation | None:
-        """Start compiling the draw, whose kernel takes longest; the others depend on the model's widths."""
-        if self._device.type != "cuda":
-            return None
+    def expect(self, *, hidden_size: int, intermediate_size: int, activation: str) -> None:
+        """See Foresight."""
+
+        def rows(operators: TritonOperators) -> None:
+            x = torch.empty(2, hidden_size, dtype=self.dtype, device="meta")
+            operators.rms_norm(x, x[0], 1e-6)
+            operators.add_rms_norm(x, x, x[0], 1e-6)
+            operators.gated(torch.empty(2, 2 * intermediate_size, dtype=self.dtype, device="meta"), activation)
+
+        self._compilations.append(self._compile(rows))
+
+    def _compile(self, use: Callable[[TritonOperators], None]) -> Compilation:
+        """Start compiling what ``use`` would start."""
         compilation = Compilation(self._device)
-        twin = copy.copy(self)
-        twin._launch, twin._compilation = compilation, None
-        numbers = torch.empty(2, dtype=torch.int64, device="meta")
-        logits = torch.empty(2, 16 * _VOCABULARY_COLUMNS, device="meta")
-        twin.gumbel_argmax(logits, torch.empty(2, device="meta"), numbers, numbers)
+        if self._device.type == "cuda":
+            twin = copy.copy(self)
+            twin._launch, twin._compilations = compilation, []
+            use(twin)
         return compilation
+
+    def _ready(self) -> None:
+        """Wait for what is being compiled."""
+        while self._compilations:
+            self._compilations.pop().wait()
 
     def _reduce(
         self,
@@ -237,13 +257,11 @@ class TritonOperators:
         logits: torch.Tensor,
         inputs: tuple[torch.Tensor, ...],
         second: torch.dtype,
-        out: torch.Tensor,
+        outs: tuple[torch.Tensor, ...],
         **options: Any,
     ) -> None:
-        """Run a kernel whose blocks leave a float and a ``second`` each, of which their row's last makes ``out``."""
-        if self._compilation is not None:
-            self._compilation.wait()
-            self._compilation = None
+        """Run a kernel whose blocks leave a float and a ``second`` each, of which their row's last makes ``outs``."""
+        self._ready()
         rows, width = logits.shape
         blocks = -(-width // _VOCABULARY_COLUMNS)
         found = torch.empty(rows * blocks, dtype=torch.float32, device=logits.device)
@@ -256,7 +274,7 @@ class TritonOperators:
             found,
             beside,
             self._counters.at_least(rows),
-            out,
+            *outs,
             logits.stride(0),
             width,
             BLOCK=_VOCABULARY_COLUMNS,
@@ -264,6 +282,14 @@ class TritonOperators:
             EARLY=self._early,
             **options,
         )
+
+
+def _sample(operators: TritonOperators) -> None:
+    """Of a few rows; other numbers of them have the same kernels."""
+    numbers = torch.empty(2, dtype=torch.int64, device="meta")
+    logits = torch.empty(2, 16 * _VOCABULARY_COLUMNS, device="meta")
+    operators.draw(logits, torch.empty(2, device="meta"), numbers, numbers)
+    operators.argmax(logits)
 
 
 def _power_of_two(number: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fourfold.entries import AttentionBackendEntry, LinearMethodEntry, OperatorsEntry, Suitability
+from fourfold.entries import AttentionBackendEntry, ExpertsEntry, LinearMethodEntry, OperatorsEntry, Suitability
 from fourfold.markers import hookimpl
 from fourfold_kernels_triton import gpu_support
 
@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from fourfold.config.engine_config import EngineConfig
     from fourfold.contracts.attention_backend import AttentionBackend
     from fourfold.contracts.linear_method import LinearMethod
+    from fourfold.contracts.mixture import Experts
     from fourfold.contracts.operators import Operators
-    from fourfold.entries import AttentionContext, ComputeContext
+    from fourfold.entries import AttentionContext, ComputeContext, ExpertsContext
 
 FOURFOLD_CONTRACT = ">=1.0,<2"
 
@@ -39,6 +40,7 @@ def fourfold_attention_backends() -> list[AttentionBackendEntry]:
             name="triton",
             build=_build_attention,
             summary="head norms, rotary, cache write and paged attention; one kernel for a decode step",
+            capabilities=frozenset({"fp8_cache"}),
             suits=_suits,
         )
     ]
@@ -57,6 +59,19 @@ def fourfold_operators() -> list[OperatorsEntry]:
     ]
 
 
+@hookimpl
+def fourfold_experts() -> list[ExpertsEntry]:
+    """Offer ``triton``."""
+    return [
+        ExpertsEntry(
+            name="triton",
+            build=_build_experts,
+            summary="weights are read once for few rows; torch's grouped products for many",
+            suits=_suits,
+        )
+    ]
+
+
 def _build_linear(context: ComputeContext) -> LinearMethod:
     from fourfold_kernels_triton.linear import TritonLinearMethod
 
@@ -67,6 +82,12 @@ def _build_attention(context: AttentionContext) -> AttentionBackend:
     from fourfold_kernels_triton.attention import TritonAttention
 
     return TritonAttention(context)
+
+
+def _build_experts(context: ExpertsContext) -> Experts:
+    from fourfold_kernels_triton.experts import TritonExperts
+
+    return TritonExperts(context)
 
 
 def _build_operators(context: ComputeContext) -> Operators:

@@ -38,11 +38,12 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def decode_tile(head_dim: int, *, wide: bool) -> Tile:
-    """For one token a sequence; ``head_dim`` is padded, ``wide`` is fp32."""
+def decode_tile(head_dim: int, *, wide: bool, scaled: bool) -> Tile:
+    """For one token a sequence; ``head_dim`` is padded, ``wide`` is fp32, ``scaled`` an fp8 cache."""
     if wide:
         return Tile(rows=1, tokens=32 if head_dim <= 128 else 16, warps=4, stages=2)
-    return Tile(rows=1, tokens=min(max(8192 // head_dim, 32), 128), warps=4, stages=2)  # 16 KB of keys
+    keys = 16384 if scaled else 8192  # 16 KB
+    return Tile(rows=1, tokens=min(max(keys // head_dim, 32), 128), warps=4, stages=2)
 
 
 def prefill_tile(head_dim: int, *, wide: bool) -> Tile:
@@ -50,7 +51,7 @@ def prefill_tile(head_dim: int, *, wide: bool) -> Tile:
     if wide:
         return Tile(rows=32, tokens=32 if head_dim <= 128 else 16, warps=4, stages=2)
     if head_dim <= 128:
-        return Tile(rows=128, tokens=64, warps=8, stages=3)
+        return Tile(rows=128, tokens=64, warps=8, stages=2)
     return Tile(rows=64, tokens=32, warps=8, stages=2)
 
 

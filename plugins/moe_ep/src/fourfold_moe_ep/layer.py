@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+import torch
+
 from fourfold.errors import ConfigError
 from fourfold.layers.mixture import build_experts
 from fourfold.layers.router import RouterGate
@@ -11,8 +13,6 @@ from fourfold.layers.shared_experts import SharedExperts
 from fourfold_moe_ep.spread import spread_of
 
 if TYPE_CHECKING:
-    import torch
-
     from fourfold.contracts.mixture import AllToAll, ExpertPart
     from fourfold.contracts.parallel_layer import TensorSlices
     from fourfold.entries import ParallelLayerContext
@@ -33,6 +33,7 @@ class ExpertParallelLayer:
         self._held = self._spread.hold(self._experts, mixture, context)
         self._shared = SharedExperts(context, mixture) if mixture.shared_intermediate_size else None
         self._communicator = context.communicator
+        self._spread.join(self)
         self.backends = {
             "experts": chosen,
             "expert_placement": self._spread.placement,
@@ -61,22 +62,34 @@ class ExpertParallelLayer:
     def _sum(self, x: torch.Tensor) -> torch.Tensor:
         """All ranks have all tokens: each adds what its own experts make of them."""
         ids, weights = self._router(x)
-        out = self._experts(x, self._spread.slots(self._held.choose(ids)), weights)
+        out = self._compute(x, self._held.choose(ids), weights)
         if self._shared is not None:
             out = out + self._shared(x)
         return out if self._communicator is None else self._communicator.all_reduce(out)
 
     def _travel(self, x: torch.Tensor, wire: AllToAll) -> torch.Tensor:
         """Each rank sends off its share of the tokens that it has in common with its tensor-parallel peers."""
-        own, sizes = self._spread.own_tokens(len(x)), self._spread.sizes(len(x))
+        spread = self._spread
+        own, sizes, channel = spread.own_tokens(len(x)), spread.sizes(len(x)), spread.channel
         mine = x[own]
         ids, weights = self._router(mine)
-        wire.dispatch_send(mine, self._held.choose(ids), weights, sizes=sizes)
-        shared = None if self._shared is None else self._shared(x)
-        arrived = wire.dispatch_receive()
-        wire.combine_send(self._experts(arrived.x, self._spread.slots(arrived.ids), arrived.weights))
-        out = wire.combine_receive()
+        wire.dispatch_send(mine, self._held.choose(ids), weights, sizes=sizes, channel=channel)
+        shared = None if self._shared is None or not len(x) else self._shared(x)
+        spread.hand_over()
+        arrived = wire.dispatch_receive(channel=channel)
+        wire.combine_send(self._compute(*arrived), channel=channel)
+        spread.hand_over()
+        out = wire.combine_receive(channel=channel)
+        if not len(x):  # others needed experts of this rank
+            return x
         if shared is None:
-            return out if self._communicator is None else self._communicator.all_gather(out, sizes=sizes)
+            gathered = self._spread.tensor_sizes(len(x))
+            return out if self._communicator is None else self._communicator.all_gather(out, sizes=gathered)
         shared[own] += out
         return shared if self._communicator is None else self._communicator.all_reduce(shared)
+
+    def _compute(self, x: torch.Tensor, physical: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """What this rank's experts make of rows [R, H], by physical experts int32 [R, K] or -1."""
+        if not self._spread.local:
+            return torch.zeros_like(x)
+        return self._experts(x, self._spread.slots(physical), weights)

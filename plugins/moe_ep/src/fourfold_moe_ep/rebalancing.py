@@ -57,9 +57,8 @@ class Rebalancing:
         interval: int,
         least_gain: float,
     ) -> None:
-        """``held`` is one a layer, and may grow until the first step; ``owners`` the rank of each physical expert.
-
-        ``interval`` is in steps.
+        """``held`` is one a layer, and may grow until the first step; ``owners`` is the rank of each physical expert;
+        ``interval`` counts steps.
         """
         self._held = held
         self._rebalancer = rebalancer

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -12,17 +14,21 @@ from fourfold.entries import AllToAllContext
 from fourfold.errors import ConfigError
 from fourfold.layers.partition import cut_evenly
 from fourfold.models.backends import build_backend
+from fourfold.models.microbatches import cut_tokens
 from fourfold.selection import AUTO, select
+from fourfold_moe_ep.ballot import Ballot
 from fourfold_moe_ep.expert_copies import first_map
 from fourfold_moe_ep.held_experts import HeldExperts
+from fourfold_moe_ep.microbatch import GreenletTurns, MicrobatchContext
 from fourfold_moe_ep.rebalancing import Rebalancing
 from fourfold_moe_ep.settings import settings_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from fourfold.contracts.communicator import Communicator
     from fourfold.contracts.mixture import AllToAll, Experts
+    from fourfold.contracts.step_part import StepVote, TakeTurns
     from fourfold.entries import ParallelLayerContext
     from fourfold.models.description import MixtureDescription
     from fourfold.plugins import PluginRegistry
@@ -37,6 +43,8 @@ class _Group:
     rank: int
     world_size: int
     communicator: Communicator | None
+    host: Communicator | None
+    """Moves what is on the CPU."""
 
 
 class ExpertSpread:
@@ -48,11 +56,6 @@ class ExpertSpread:
         self.world_size = group.world_size
         self._tensor_rank, self._tensor_ranks = context.rank, context.world_size
         self.num_physical = mixture.num_experts + settings_of(context.config).redundant_experts
-        if self.num_physical < self.world_size:
-            raise ConfigError(
-                f"{self.num_physical} experts cannot be spread over {self.world_size} ranks; take fewer ranks, or "
-                "--moe-ep-redundant-experts to copy experts"
-            )
         backends = context.config.backends
         placement = select("expert placement", registry.expert_placements(), backends.expert_placement, context.config)
         self.placement = placement.entry.name
@@ -63,6 +66,23 @@ class ExpertSpread:
         slots[self.local] = torch.arange(len(self.local), dtype=torch.int32)
         self._slots = slots.to(context.device)
         self.all_to_all, self.wire = self._connect(context, mixture, registry, group)
+        self._ballot: Ballot | None = None
+        if group.host is not None and self.world_size > self._tensor_ranks:
+            self._ballot = Ballot(group.host, self._tensor_ranks)
+        parallel = context.config.parallel
+        never = sys.maxsize
+        self._least_to_cut = (
+            max(2, parallel.dbo_prefill_tokens) if parallel.enable_dbo else never,
+            max(2, parallel.dbo_decode_tokens) if parallel.enable_dbo else never,
+        )
+        """Tokens from which a step is cut in two: of one with prompts, and of decodes alone."""
+        self._cut = False
+        self._microbatch: MicrobatchContext | None = None
+        """The one that runs."""
+        self._tokens: list[int] | None = None
+        """Of each engine in the present step, where several make it together."""
+        self._layers: list[Callable[[torch.Tensor], torch.Tensor]] = []
+        self._no_tokens = torch.empty(0, context.in_features, dtype=context.dtype, device=context.device)
         self._settings = settings_of(context.config)
         self._held: list[HeldExperts] = []
         self._rebalancing: Rebalancing | None = None
@@ -91,8 +111,41 @@ class ExpertSpread:
         self._held.append(held)
         return held
 
-    def end_step(self) -> None:
+    def join(self, layer: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Add the next layer, for steps in which this rank only serves others."""
+        self._layers.append(layer)
+
+    def begin_step(self, num_tokens: int, vote: StepVote, *, is_decode: bool) -> StepVote:
         """See ``fourfold.contracts.step_part.StepPart``."""
+        wants_cut = self.wire is not None and num_tokens >= self._least_to_cut[is_decode]
+        if self._ballot is None:
+            self._cut = wants_cut
+            return vote
+        outcome = self._ballot.hold(num_tokens, vote, wants_cut=wants_cut)
+        self._tokens, self._cut = outcome.tokens, outcome.cut
+        if not num_tokens and any(outcome.tokens):
+            for layer in self._layers:
+                layer(self._no_tokens)
+        return outcome.vote
+
+    def take_turns(self, num_tokens: int) -> TakeTurns | None:
+        """See StepPart."""
+        return self._run_in_turns if self._cut else None
+
+    def hand_over(self) -> None:
+        """Let the other microbatch go on, if there is one, while what this one has sent is on its way."""
+        microbatch = self._microbatch
+        if microbatch is not None:
+            microbatch.yield_to_other()
+            self._microbatch = microbatch
+
+    @property
+    def channel(self) -> int:
+        """Of what the present microbatch has in the air."""
+        return 0 if self._microbatch is None else self._microbatch.index
+
+    def end_step(self) -> None:
+        """See StepPart."""
         if self._rebalancing is not None:
             self._rebalancing.end_step()
 
@@ -114,9 +167,28 @@ class ExpertSpread:
         own = cut_evenly(num_tokens, self._tensor_rank, self._tensor_ranks)
         return slice(own.start, own.stop)
 
-    def sizes(self, num_tokens: int) -> list[int]:
-        """Tokens that each rank of the group sends off."""
+    def tensor_sizes(self, num_tokens: int) -> list[int]:
+        """Of these tokens, how many each tensor-parallel rank sends off."""
         return [len(cut_evenly(num_tokens, rank, self._tensor_ranks)) for rank in range(self._tensor_ranks)]
+
+    def sizes(self, num_tokens: int) -> list[int]:
+        """Tokens that each rank of the group sends off, of which this rank's engine has ``num_tokens``."""
+        if self._tokens is None:
+            return self.tensor_sizes(num_tokens)
+        tokens = self._tokens
+        if self._microbatch is not None:
+            tokens = [cut_tokens(count)[self._microbatch.index] for count in tokens]
+        return [size for count in tokens for size in self.tensor_sizes(count)]
+
+    def _run_in_turns(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
+        try:
+            return GreenletTurns().run([partial(self._run_microbatch, body) for body in bodies])
+        finally:
+            self._microbatch = None
+
+    def _run_microbatch(self, body: Callable[[], Any], microbatch: MicrobatchContext) -> Any:
+        self._microbatch = microbatch
+        return body()
 
     def _connect(
         self, context: ParallelLayerContext, mixture: MixtureDescription, registry: PluginRegistry, group: _Group
@@ -154,5 +226,10 @@ def spread_of(context: ParallelLayerContext, mixture: MixtureDescription) -> Exp
 def _group_of(context: ParallelLayerContext) -> _Group:
     group = context.expert_group
     if group is None:
-        return _Group(rank=context.rank, world_size=context.world_size, communicator=context.communicator)
-    return _Group(rank=group.rank, world_size=group.world_size, communicator=group.communicator)
+        return _Group(rank=context.rank, world_size=context.world_size, communicator=context.communicator, host=None)
+    return _Group(
+        rank=group.rank,
+        world_size=group.world_size,
+        communicator=group.communicator,
+        host=group.host or group.communicator,
+    )

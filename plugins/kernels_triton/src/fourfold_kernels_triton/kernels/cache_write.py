@@ -6,12 +6,14 @@ import triton
 import triton.language as tl
 
 from fourfold_kernels_triton.kernels.heads import fetch_heads, turn_heads
+from fourfold_kernels_triton.kernels.pages import keep
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
 def write_cache(
     qkv_ptr,
     cache_ptr,
+    scales_ptr,
     slots_ptr,
     positions_ptr,
     cos_sin_ptr,
@@ -27,6 +29,7 @@ def write_cache(
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    SCALED: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     """Keys normalised and rotated, values as they are; grid: blocks of TOKENS tokens, kv heads."""
@@ -46,8 +49,17 @@ def write_cache(
     keys = turn_heads(
         own, other, weight, other_weight, cos, sin, epsilon, weight_offset, NORM, ROTARY, HEAD_DIM, PADDED_DIM
     )
-    block = slots // BLOCK_SIZE
-    rows = ((block * NUM_KV_HEADS + kv_head) * (2 * BLOCK_SIZE) + slots % BLOCK_SIZE) * HEAD_DIM
-    at = cache_ptr + rows[:, None] + dims[None, :]
-    tl.store(at, keys.to(cache_ptr.dtype.element_ty), mask=mask)
-    tl.store(at + BLOCK_SIZE * HEAD_DIM, values.to(cache_ptr.dtype.element_ty), mask=mask)
+    keep(
+        cache_ptr,
+        scales_ptr,
+        slots,
+        kv_head,
+        keys,
+        values.to(tl.float32),
+        written,
+        NUM_KV_HEADS,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        PADDED_DIM,
+        SCALED,
+    )

@@ -10,7 +10,9 @@ import triton.language as tl
 
 from fourfold_kernels_triton.kernels.heads import fetch_heads, turn_heads
 from fourfold_kernels_triton.kernels.ordering import last_to_arrive, wait_for_predecessor
-from fourfold_kernels_triton.kernels.scores import cached_rows, scaled
+from fourfold_kernels_triton.kernels.pages import keep
+from fourfold_kernels_triton.kernels.scores import scaled
+from fourfold_kernels_triton.kernels.tiles import as_factor, attend_tiles
 
 
 @triton.jit
@@ -39,9 +41,9 @@ def combine_splits(
         sums = tl.load(at, mask=present[:, :, None], other=0.0, cache_modifier=".cg")
         highest = tl.maximum(top, tl.max(tops, axis=0))
         factors = tl.exp2(tops - highest[None, :])
-        kept = tl.exp2(top - highest)
-        weight = weight * kept + tl.sum(weights * factors, axis=0)
-        acc = acc * kept[:, None] + tl.sum(sums * factors[:, :, None], axis=0)
+        left = tl.exp2(top - highest)
+        weight = weight * left + tl.sum(weights * factors, axis=0)
+        acc = acc * left[:, None] + tl.sum(sums * factors[:, :, None], axis=0)
         top = highest
     return acc / weight[:, None]
 
@@ -63,6 +65,7 @@ def attend_decodes(
     qkv_ptr,
     out_ptr,
     cache_ptr,
+    scales_ptr,
     sums_ptr,
     stats_ptr,
     counter_ptr,
@@ -95,6 +98,7 @@ def attend_decodes(
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    SCALED: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     ALL: tl.constexpr,
@@ -164,8 +168,8 @@ def attend_decodes(
     first_tile = low // TILE
     stop_tile = tl.cdiv(cached, TILE)
     tiles = tl.maximum(stop_tile - first_tile, 0)
-    per_split = tl.maximum(tl.cdiv(tiles, splits), min_tiles)
-    active = tl.maximum(tl.cdiv(tiles, per_split), 1)
+    active = tl.maximum(tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, splits), min_tiles)), 1)
+    per_split = tl.cdiv(tiles, active)
     if split >= active:
         return
     query = turn_heads(
@@ -199,43 +203,116 @@ def attend_decodes(
 
     # The new token: the first of the running softmax of the last split.
     own = one + split == active - 1
-    stored_key = key.to(cache_ptr.dtype.element_ty)
-    stored_value = value.to(cache_ptr.dtype.element_ty)
-    written = held[None, :] & (own & (slot >= 0))[:, None]
-    slot_row = ((slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * (2 * BLOCK_SIZE) + slot % BLOCK_SIZE) * HEAD_DIM
-    slot_at = cache_ptr + slot_row[:, None] + dims[None, :]
-    tl.store(slot_at, stored_key, mask=written)
-    tl.store(slot_at + BLOCK_SIZE * HEAD_DIM, stored_value, mask=written)
-    fresh = scaled(tl.sum(query * stored_key.to(tl.float32), axis=1), scale, soft_cap, SOFT_CAP)
+    key, value = keep(
+        cache_ptr,
+        scales_ptr,
+        slot,
+        kv_head,
+        key,
+        value.to(tl.float32),
+        own & (slot >= 0),
+        NUM_KV_HEADS,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        PADDED_DIM,
+        SCALED,
+    )
+    fresh = scaled(tl.sum(query * key, axis=1), scale, soft_cap, SOFT_CAP)
     top = tl.where(own, fresh, float("-inf"))
     weight = tl.where(own, 1.0, 0.0) + tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, PADDED_DIM), tl.float32) + tl.where(own[:, None], stored_value.to(tl.float32), 0.0)
+    acc = tl.zeros((ROWS, PADDED_DIM), tl.float32) + tl.where(own[:, None], value, 0.0)
 
-    query = query.to(qkv_ptr.dtype.element_ty)
+    query = as_factor(query, qkv_ptr, SCALED)
+    reach = cached + rows * 0
+    sequence_table = table_ptr + sequence.to(tl.int64) * table_stride
     start = first_tile + split * per_split
-    for tile in range(start, tl.minimum(start + per_split, stop_tile)):
-        tokens = tile * TILE + tl.arange(0, TILE)
-        present = (tokens < cached) & (tokens >= low)
-        at = cached_rows(
-            table_ptr + sequence.to(tl.int64) * table_stride,
-            tokens,
-            present,
+    stop = tl.minimum(start + per_split, stop_tile)
+    # Tiles of which every token is there and seen, then those at the ends.
+    whole_start = tl.cdiv(low, TILE)
+    whole_stop = cached // TILE
+    whole_from = tl.maximum(start, whole_start) * TILE
+    whole_to = tl.minimum(stop, whole_stop) * TILE
+    top, weight, acc = attend_tiles(
+        query,
+        top,
+        weight,
+        acc,
+        cache_ptr,
+        scales_ptr,
+        sequence_table,
+        whole_from,
+        whole_to,
+        cached,
+        reach,
+        kv_head,
+        scale,
+        soft_cap,
+        False,
+        SOFT_CAP,
+        WINDOW,
+        NUM_KV_HEADS,
+        HEAD_DIM,
+        PADDED_DIM,
+        BLOCK_SIZE,
+        SCALED,
+        TILE,
+        PRECISION,
+    )
+    end_from = tl.maximum(start, whole_stop) * TILE
+    top, weight, acc = attend_tiles(
+        query,
+        top,
+        weight,
+        acc,
+        cache_ptr,
+        scales_ptr,
+        sequence_table,
+        end_from,
+        stop * TILE,
+        cached,
+        reach,
+        kv_head,
+        scale,
+        soft_cap,
+        True,
+        SOFT_CAP,
+        WINDOW,
+        NUM_KV_HEADS,
+        HEAD_DIM,
+        PADDED_DIM,
+        BLOCK_SIZE,
+        SCALED,
+        TILE,
+        PRECISION,
+    )
+    if WINDOW > 0:
+        begin_to = tl.minimum(tl.minimum(stop, whole_start), whole_stop) * TILE
+        top, weight, acc = attend_tiles(
+            query,
+            top,
+            weight,
+            acc,
+            cache_ptr,
+            scales_ptr,
+            sequence_table,
+            start * TILE,
+            begin_to,
+            cached,
+            reach,
             kv_head,
+            scale,
+            soft_cap,
+            True,
+            SOFT_CAP,
+            WINDOW,
             NUM_KV_HEADS,
-            BLOCK_SIZE,
             HEAD_DIM,
+            PADDED_DIM,
+            BLOCK_SIZE,
+            SCALED,
+            TILE,
+            PRECISION,
         )
-        keys = tl.load(cache_ptr + at[None, :] + dims[:, None], mask=present[None, :] & held[:, None], other=0.0)
-        products = tl.dot(query, keys.to(query.dtype), input_precision=PRECISION)
-        scores = tl.where(present[None, :], scaled(products, scale, soft_cap, SOFT_CAP), float("-inf"))
-        highest = tl.maximum(top, tl.max(scores, axis=1))
-        chances = tl.exp2(scores - highest[:, None])
-        kept = tl.exp2(top - highest)
-        weight = weight * kept + tl.sum(chances, axis=1)
-        values_at = cache_ptr + at[:, None] + BLOCK_SIZE * HEAD_DIM + dims[None, :]
-        values = tl.load(values_at, mask=present[:, None] & held[None, :], other=0.0).to(query.dtype)
-        acc = tl.dot(chances.to(query.dtype), values, acc * kept[:, None], input_precision=PRECISION)
-        top = highest
 
     out_at = out_ptr + token.to(tl.int64) * (NUM_HEADS * HEAD_DIM) + first_head * HEAD_DIM
     if not SPLIT or active == 1:

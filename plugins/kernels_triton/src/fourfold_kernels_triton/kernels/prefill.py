@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from fourfold_kernels_triton.kernels.heads import fetch_heads, turn_heads
-from fourfold_kernels_triton.kernels.scores import cached_rows, scaled
+from fourfold_kernels_triton.kernels.tiles import as_factor, attend_tiles
 
 
 @triton.jit
@@ -26,62 +26,6 @@ def find_sequence(query_start_ptr, block, num_sequences, TOKENS: tl.constexpr):
     return low
 
 
-@triton.jit
-def attend_tile(
-    query,
-    top,
-    weight,
-    acc,
-    cache_ptr,
-    table_ptr,
-    start,
-    length,
-    reach,
-    kv_head,
-    scale,
-    soft_cap,
-    MASKED: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """One tile of keys into the running softmax; ``reach`` is each row's own position. Unmasked: all rows see all."""
-    dims = tl.arange(0, PADDED_DIM)
-    held = dims < HEAD_DIM
-    tokens = start + tl.arange(0, TILE)
-    present = tokens < length
-    at = cached_rows(table_ptr, tokens, present, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-    keys_at = cache_ptr + at[None, :] + dims[:, None]
-    values_at = cache_ptr + at[:, None] + BLOCK_SIZE * HEAD_DIM + dims[None, :]
-    if MASKED or HEAD_DIM != PADDED_DIM:
-        keys = tl.load(keys_at, mask=present[None, :] & held[:, None], other=0.0)
-    else:
-        keys = tl.load(keys_at)
-    products = tl.dot(query, keys.to(query.dtype), input_precision=PRECISION)
-    scores = scaled(products, scale, soft_cap, SOFT_CAP)
-    if MASKED:
-        visible = tokens[None, :] <= reach[:, None]
-        if WINDOW > 0:
-            visible = visible & (tokens[None, :] > reach[:, None] - WINDOW)
-        scores = tl.where(visible, scores, float("-inf"))
-    highest = tl.maximum(top, tl.max(scores, axis=1))
-    # A row that has seen nothing yet has no largest score; -inf - -inf would be NaN.
-    shift = tl.where(highest == float("-inf"), 0.0, highest) if MASKED else highest
-    chances = tl.exp2(scores - shift[:, None])
-    kept = tl.exp2(top - shift)
-    if MASKED or HEAD_DIM != PADDED_DIM:
-        values = tl.load(values_at, mask=present[:, None] & held[None, :], other=0.0).to(query.dtype)
-    else:
-        values = tl.load(values_at).to(query.dtype)
-    acc = tl.dot(chances.to(query.dtype), values, acc * kept[:, None], input_precision=PRECISION)
-    return highest, weight * kept + tl.sum(chances, axis=1), acc
-
-
 @triton.jit(
     do_not_specialize=["table_stride", "num_sequences"],
     # Integers that are read one by one: where their tensors start must not make another kernel.
@@ -91,6 +35,7 @@ def attend_prompts(
     qkv_ptr,
     out_ptr,
     cache_ptr,
+    scales_ptr,
     query_start_ptr,
     lengths_ptr,
     table_ptr,
@@ -116,6 +61,7 @@ def attend_prompts(
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    SCALED: tl.constexpr,
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -157,7 +103,8 @@ def attend_prompts(
     )
     query = turn_heads(
         own, other, turned_weight, other_weight, cos, sin, epsilon, weight_offset, NORM, ROTARY, HEAD_DIM, PADDED_DIM
-    ).to(qkv_ptr.dtype.element_ty)
+    )
+    query = as_factor(query, qkv_ptr, SCALED)
     reach = computed + queries
     stop = tl.minimum(computed + first_query + TOKENS, length)
     low = tl.maximum(computed + first_query - WINDOW + 1, 0) // TILE * TILE if WINDOW > 0 else 0
@@ -168,55 +115,59 @@ def attend_prompts(
     if WINDOW == 0:
         # Tiles that lie before the block's first query are seen whole by every row.
         whole = (computed + first_query) // TILE * TILE
-        for start in range(low, whole, TILE):
-            top, weight, acc = attend_tile(
-                query,
-                top,
-                weight,
-                acc,
-                cache_ptr,
-                sequence_table,
-                start,
-                length,
-                reach,
-                kv_head,
-                scale,
-                soft_cap,
-                False,
-                SOFT_CAP,
-                WINDOW,
-                NUM_KV_HEADS,
-                HEAD_DIM,
-                PADDED_DIM,
-                BLOCK_SIZE,
-                TILE,
-                PRECISION,
-            )
-        low = whole
-    for start in range(low, stop, TILE):
-        top, weight, acc = attend_tile(
+        top, weight, acc = attend_tiles(
             query,
             top,
             weight,
             acc,
             cache_ptr,
+            scales_ptr,
             sequence_table,
-            start,
+            low,
+            whole,
             length,
             reach,
             kv_head,
             scale,
             soft_cap,
-            True,
+            False,
             SOFT_CAP,
             WINDOW,
             NUM_KV_HEADS,
             HEAD_DIM,
             PADDED_DIM,
             BLOCK_SIZE,
+            SCALED,
             TILE,
             PRECISION,
         )
+        low = whole
+    top, weight, acc = attend_tiles(
+        query,
+        top,
+        weight,
+        acc,
+        cache_ptr,
+        scales_ptr,
+        sequence_table,
+        low,
+        stop,
+        length,
+        reach,
+        kv_head,
+        scale,
+        soft_cap,
+        True,
+        SOFT_CAP,
+        WINDOW,
+        NUM_KV_HEADS,
+        HEAD_DIM,
+        PADDED_DIM,
+        BLOCK_SIZE,
+        SCALED,
+        TILE,
+        PRECISION,
+    )
     dims = tl.arange(0, PADDED_DIM)
     out_at = out_ptr + (tokens.to(tl.int64) * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
     mask = present[:, None] & (dims < HEAD_DIM)[None, :]

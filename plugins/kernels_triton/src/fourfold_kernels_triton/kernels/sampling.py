@@ -18,9 +18,28 @@ def first_best(scores, columns, width):
     return best, tl.min(tl.where(scores == best, columns, width - 1), axis=0)
 
 
+BROKEN = tl.constexpr(1 << 30)
+"""Added to the column of a block that has an entry which is not finite; columns are less."""
+
+
 @triton.jit
-def combine_best(best, at, width, row, best_ptr, at_ptr, counter_ptr, out_ptr, BLOCKS: tl.constexpr):
-    """Store the best of this block and its column, and those of the row if this program is its last."""
+def combine_best(
+    best,
+    at,
+    width,
+    row,
+    best_ptr,
+    at_ptr,
+    counter_ptr,
+    out_ptr,
+    codes_ptr,
+    CHECKED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Store the best of this block and its column, and those of the row if this program is its last.
+
+    With CHECKED columns may be marked BROKEN, and codes[row] is the column, or -1 if one of the row is.
+    """
     blocks = tl.num_programs(0)
     own = row * blocks + tl.program_id(0)
     tl.store(best_ptr + own, best)
@@ -30,7 +49,12 @@ def combine_best(best, at, width, row, best_ptr, at_ptr, counter_ptr, out_ptr, B
         mask = block < blocks
         bests = tl.load(best_ptr + row * blocks + block, mask=mask, other=float("-inf"), cache_modifier=".cg")
         ats = tl.load(at_ptr + row * blocks + block, mask=mask, other=width - 1, cache_modifier=".cg")
-        _, first = first_best(bests, ats, width)
+        if CHECKED:
+            broken = tl.max(ats, axis=0) >= BROKEN
+            _, first = first_best(bests, tl.where(ats >= BROKEN, ats - BROKEN, ats), width)
+            tl.store(codes_ptr + row, tl.where(broken, -1, first).to(tl.int64))
+        else:
+            _, first = first_best(bests, ats, width)
         tl.store(out_ptr + row, first.to(tl.int64))
 
 
@@ -69,10 +93,12 @@ def argmax_rows(
     wait_for_predecessor(EARLY)
     logits = tl.load(logits_ptr + row * row_stride + columns, mask=columns < width, other=float("-inf"))
     best, at = first_best(logits, columns, width)
-    combine_best(best, at, width, row, best_ptr, at_ptr, counter_ptr, out_ptr, BLOCKS)
+    combine_best(best, at, width, row, best_ptr, at_ptr, counter_ptr, out_ptr, out_ptr, False, BLOCKS)
 
 
-@triton.jit(do_not_specialize_on_alignment=["inverse_temperature_ptr", "seeds_ptr", "positions_ptr", "out_ptr"])
+@triton.jit(
+    do_not_specialize_on_alignment=["inverse_temperature_ptr", "seeds_ptr", "positions_ptr", "out_ptr", "codes_ptr"]
+)
 def gumbel_argmax_rows(
     logits_ptr,
     inverse_temperature_ptr,
@@ -82,13 +108,15 @@ def gumbel_argmax_rows(
     at_ptr,
     counter_ptr,
     out_ptr,
+    codes_ptr,
     row_stride,
     width,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The argmax of logits * inverse temperature + Gumbel noise; without noise where that is 0.
+    """The argmax of logits * inverse temperature + Gumbel noise; without noise where that is 0. As codes the same,
+    but -1 for a row of which some entry is not finite.
 
     The noise is that of the operators contract: Philox4x32-10 of (entry // 4, position) under the seed. Rough noise
     tells which entry wins, and exact noise is computed for that one; where two are too close, for all of the block.
@@ -98,7 +126,10 @@ def gumbel_argmax_rows(
     first = tl.program_id(0) * BLOCK
     columns = first + tl.arange(0, BLOCK)
     wait_for_predecessor(EARLY)
-    scores = tl.load(logits_ptr + row * row_stride + columns, mask=columns < width, other=float("-inf"))
+    present = columns < width
+    scores = tl.load(logits_ptr + row * row_stride + columns, mask=present, other=float("-inf"))
+    # NaN is not below either.
+    broken = tl.max((present & ~(tl.abs(scores) < float("inf"))).to(tl.int32), axis=0)
     inverse_temperature = tl.load(inverse_temperature_ptr + row)
     best, at = first_best(scores, columns, width)
     if inverse_temperature > 0:
@@ -119,7 +150,8 @@ def gumbel_argmax_rows(
             best = score + exact_noise(word)
         else:
             best, at = first_best(scores + exact_noise(words), columns, width)
-    combine_best(best, at, width, row, best_ptr, at_ptr, counter_ptr, out_ptr, BLOCKS)
+    at += broken * BROKEN
+    combine_best(best, at, width, row, best_ptr, at_ptr, counter_ptr, out_ptr, codes_ptr, True, BLOCKS)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Device functions that every attention kernel shares: where cached tokens lie, and what a score is."""
+"""The device function that every attention kernel shares: what a score is."""
 
 from __future__ import annotations
 
@@ -6,24 +6,6 @@ import triton
 import triton.language as tl
 
 from fourfold_kernels_triton.kernels.activations import tanh
-
-
-@triton.jit
-def cached_rows(
-    table_ptr,
-    tokens,
-    present,
-    kv_head,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-):
-    """int64 first elements of the keys of ``tokens`` of one sequence; the values lie BLOCK_SIZE * HEAD_DIM further.
-
-    The cache is [blocks, kv heads, keys and values, BLOCK_SIZE, HEAD_DIM]. The table is followed where ``present``.
-    """
-    blocks = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
-    return ((blocks * NUM_KV_HEADS + kv_head) * (2 * BLOCK_SIZE) + tokens % BLOCK_SIZE) * HEAD_DIM
 
 
 @triton.jit
