@@ -50,6 +50,15 @@ def test_update_weights(start_server: Any) -> None:
     assert read_state(server.run_directory).weights == "/models/new"
 
 
+def test_a_refusal_leaves_no_wish_behind(start_server: Any) -> None:
+    server = start_server()
+    server.engine.refusals["halt"] = "engines that share experts do not sleep"
+    for path, body in (("/admin/sleep", None), ("/admin/update_weights", {"model": "/new"})):
+        assert server.http.post(path, json=body).status_code == 400
+    assert read_state(server.run_directory) == DeploymentState()
+    assert server.engine.operations == [("halt", {}), ("check_weights", {"model": "/new"}), ("halt", {})]
+
+
 def test_one_operation_at_a_time(start_server: Any) -> None:
     server = start_server()
     with changing_state(server.run_directory):

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -163,6 +164,7 @@ class Stream:
         self.status: int | None = None
         self.failure: Exception | None = None
         self._client = server.client()
+        self._reply: httpx.Response | None = None
         self._close = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(path, {**body, "stream": True}))
         self._thread.start()
@@ -170,6 +172,7 @@ class Stream:
     def _run(self, path: str, body: dict[str, Any]) -> None:
         try:
             with self._client, self._client.stream("POST", path, json=body) as reply:
+                self._reply = reply
                 self.status = reply.status_code
                 for line in reply.iter_lines():
                     if self._close.is_set():
@@ -187,6 +190,14 @@ class Stream:
     def close(self) -> None:
         """Hang up after the next event."""
         self._close.set()
+        self.join()
+
+    def hang_up(self) -> None:
+        """Close the connection now, whether or not anything comes."""
+        if self._reply is None:
+            raise RuntimeError("the stream has not begun")
+        stream = self._reply.extensions["network_stream"]
+        stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
         self.join()
 
     def join(self, timeout: float = TIMEOUT) -> None:

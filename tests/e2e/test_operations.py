@@ -20,7 +20,7 @@ from fourfold.testing.lora_adapter import write_adapter
 
 from .conftest import Start
 from .running_server import Server, Stream, wait_until
-from .test_lifecycle import completion
+from .test_lifecycle import completion, wait_until_gone
 from .test_replicas import SEEDED, TWO, processes, replicas
 
 
@@ -116,6 +116,29 @@ def test_all_ranks_sleep_and_take_other_weights(
             llm.update_weights("/nowhere")
         llm.update_weights(other)
         assert generate(llm) == expected != before
+
+
+def test_a_sleeping_server_lets_go_of_clients_and_ends(start: Start) -> None:
+    server = start(*TWO, "--drain-timeout", "1", ready=False)
+    wait_until(lambda: server.url.startswith("http"), 60, "the port to be known")
+    with server.client() as client:  # 409: an engine starts, 200: all were quick
+        assert client.post("/admin/wake_up").status_code in (200, 409)
+    server.wait_until_ready()
+    streams = [Stream(server, "/v1/completions", completion(2000, **SEEDED)) for _ in range(4)]
+    for opened in streams:
+        opened.wait_for_events(2)
+    post(server, "/admin/sleep")
+    waiting = "fourfold_num_requests_waiting"
+    wait_until(lambda: server.metric(waiting) == 4, 5, "all requests to wait")
+    streams[0].hang_up()
+    wait_until(lambda: server.metric(waiting) == 3, 5, "the request of the lost client to end")
+    everything = [server.parent, *server.descendants()]
+    server.signal(signal.SIGTERM)
+    assert server.wait(20) == 0
+    wait_until_gone(everything, 5)
+    for opened in streams[1:]:
+        opened.join()
+        assert opened.error is not None
 
 
 def test_adapters_are_models_on_all_replicas(start: Start, tiny_model: Path, tmp_path: Path) -> None:

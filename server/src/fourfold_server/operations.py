@@ -36,9 +36,10 @@ class Operations:
         """Give memory back; running requests wait until all of it is there again."""
         check_level(level)
         with changing_state(self._client.run_directory) as change:
-            self._client.check_all_up()
+            halt, *sleep = sleep_calls(level)
+            await self._client.call_all([halt], timeout=self._timeout)  # who cannot do it says so now
             change.write(replace(change.state, sleep_level=level, asleep=TAGS))
-            await self._client.call_all(sleep_calls(level), timeout=self._timeout)
+            await self._client.call_all(sleep, timeout=self._timeout)
 
     async def wake_up(self, tags: Sequence[str]) -> None:
         """Take the memory named by ``tags`` again, all by default."""
@@ -51,9 +52,10 @@ class Operations:
     async def update_weights(self, model: str) -> None:
         """Go on with the weights of another checkpoint of the model; nothing changes unless it fits on every rank."""
         with changing_state(self._client.run_directory) as change:
-            await self._client.call_all([("check_weights", {"model": model})], timeout=self._timeout)
+            halt, *load = update_calls(model)
+            await self._client.call_all([("check_weights", {"model": model}), halt], timeout=self._timeout)
             change.write(replace(change.state, weights=model))
-            await self._client.call_all(update_calls(model), timeout=self._timeout)
+            await self._client.call_all(load, timeout=self._timeout)
             change.write(replace(change.state, asleep=tuple(tag for tag in change.state.asleep if tag != WEIGHTS)))
 
     async def load_adapter(self, name: str, folder: str, taken: Sequence[str]) -> None:

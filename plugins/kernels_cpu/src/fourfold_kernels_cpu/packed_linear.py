@@ -83,14 +83,18 @@ class PackedLinearMethod:
         if self._arena.shared is None:
             self._pack(target.packed, tensor, first_row)
             return
+        first_panel, last_panel = first_row // PANEL, -(-(first_row + rows) // PANEL)
+        panel = -(-columns // 2) * 2 * PANEL
+        there = target.packed[first_panel * panel : last_panel * panel].view(torch.int16)
         with self._arena.shared.locked():
-            own = torch.zeros_like(target.packed)
-            self._pack(own, tensor, first_row)
-            mine, there = (_rows(one, columns)[first_row : first_row + rows] for one in (own, target.packed))
-            if torch.equal(mine, there):
-                return
             if there.any():
-                raise EngineError("the weights differ from those of a replica that is running; restart them all")
+                mine = there.clone()
+                self._pack(mine, tensor, first_row - first_panel * PANEL)
+                if torch.equal(mine, there):
+                    return
+                start = first_row - first_panel * PANEL
+                if _rows(there, columns)[start : start + rows].any():
+                    raise EngineError("the weights differ from those of a replica that is running; restart them all")
             self._pack(target.packed, tensor, first_row)
 
     def _pack(self, target: torch.Tensor, tensor: torch.Tensor, first_row: int) -> None:
@@ -184,9 +188,9 @@ class PackedLinearMethod:
 
 
 def _rows(packed: torch.Tensor, columns: int) -> torch.Tensor:
-    """The bits of a packed weight, a row an output: [outputs rounded up to panels, inputs rounded up to pairs]."""
+    """Panels of a packed weight, as int16, a row an output: [outputs of the panels, inputs rounded up to pairs]."""
     pairs = -(-columns // 2)
-    return packed.view(torch.int16).view(-1, pairs, PANEL, 2).permute(0, 2, 1, 3).reshape(-1, pairs * 2)
+    return packed.view(-1, pairs, PANEL, 2).permute(0, 2, 1, 3).reshape(-1, pairs * 2)
 
 
 def _packed(weight: LinearWeight) -> PackedWeight:
