@@ -19,6 +19,7 @@ SCRIPTS = [
     "collective_rpc.py",
     "all_reduce.py",
     "pipeline_transport.py",
+    "expert_parallel.py",
     "pipeline.py",
 ]
 

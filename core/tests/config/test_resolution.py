@@ -55,7 +55,12 @@ class Sample:
 
     @hookimpl
     def fourfold_parallel_layers(self):
-        return [ParallelLayerEntry(name="tp", kind="row", build=nothing)]
+        spread = frozenset({"expert_parallel"})
+        return [
+            ParallelLayerEntry(name="tp", kind="row", build=nothing),
+            ParallelLayerEntry(name="tp", kind="moe", build=nothing),
+            ParallelLayerEntry(name="spread", kind="moe", build=nothing, capabilities=spread),
+        ]
 
     @hookimpl
     def fourfold_check_config(self, config):
@@ -150,6 +155,13 @@ def test_a_backend_that_cannot_run_with_the_dtype_is_refused(registry):
     resolve(build_engine_config(parallel_layer="tp"), registry)
     with pytest.raises(ConfigError, match="attention backend 'fast' cannot run here: bfloat16 only"):
         resolve(build_engine_config(attention="fast", dtype="float32"), registry)
+
+
+@pytest.mark.parametrize(("layer", "spreads"), [("auto", False), ("moe=tp", False), ("moe=spread,row=tp", True)])
+def test_a_layer_that_spreads_experts_says_the_same_as_the_flag(registry, layer, spreads):
+    config = build_engine_config(parallel_layer=layer, data_parallel_size=2)
+    resolved = resolve(config, registry).config.parallel
+    assert (resolved.enable_expert_parallel, resolved.lockstep) == (spreads, spreads)
 
 
 def test_plugins_check_the_finished_config(registry):

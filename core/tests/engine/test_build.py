@@ -12,6 +12,7 @@ from fourfold import builtin_plugin
 from fourfold.config.backend_config import BackendConfig
 from fourfold.config.engine_config import EngineConfig
 from fourfold.config.model_config import ModelConfig
+from fourfold.config.parallel_config import ParallelConfig
 from fourfold.contracts.kv_cache_spec import KVCacheSpec
 from fourfold.engine import build
 from fourfold.entries import ExecutorContext, ExecutorEntry
@@ -143,6 +144,22 @@ def test_a_policy_that_is_not_there_is_said_before_anything_starts() -> None:
     with pytest.raises(PluginError, match="did you mean 'fcfs'"):
         build.build_engine(config, _registry(executor))
     assert executor.calls == []
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"enable_expert_parallel": True}, "a DenseModel has no experts to spread over ranks"),
+        ({"enable_dbo": True}, "--enable-dbo overlaps tokens' travel to experts; it needs --enable-expert-parallel"),
+    ],
+)
+def test_experts_are_spread_only_where_there_are_some(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, bool], says: str
+) -> None:
+    description = SimpleNamespace(num_heads=4, num_kv_heads=2, num_layers=2, architecture="a DenseModel", mixture=None)
+    monkeypatch.setattr(build, "describe_checkpoint", lambda config, registry, progress: description)
+    with pytest.raises(ConfigError, match=says):
+        build.build_engine(EngineConfig(parallel=ParallelConfig(**options)), _registry(FakeExecutor()))
 
 
 def test_plugins_hear_of_a_lost_worker() -> None:

@@ -1,7 +1,7 @@
 """The all-to-all ``shm``: a row is written straight to where the rank of its expert reads it; sums are read back.
 
 Every token of every rank has a row of its own in every rank's memory, known from the sizes alone, so that nothing is
-counted and nothing is announced; rows of tokens that go elsewhere are holes, and nobody touches them.
+counted and nothing is announced; rows of tokens that go elsewhere are holes, which nobody reads.
 
 One set of rows is enough. A rank writes the rows of the next layer after the second meeting of this one, to which a
 peer comes when it has read its rows; it writes its sums after the first meeting of the next layer, to which a peer
@@ -44,6 +44,8 @@ class _Rows(NamedTuple):
 class _Journey(NamedTuple):
     receivers: torch.Tensor
     """bool [W, T]."""
+    counts: list[int]
+    """Tokens that go to each rank."""
     first: int
     """This rank's first row."""
     num_rows: int
@@ -89,17 +91,18 @@ class PeerSlots:
         first = sum(sizes[: self._rank])
         ranks = self._owners.ranks(ids)
         receivers = self._owners.receivers(ranks)
-        counts = receivers.sum(1).tolist()
+        counts = receivers.count_nonzero(1).tolist()
         for rank, rows in enumerate(self._rows[channel]):
             own = slice(first, first + len(x))
             rows.ids[own] = ids.masked_fill(ranks != rank, -1)
-            if counts[rank] == len(x):
-                rows.weights[own], rows.x[own] = weights, x
-            elif counts[rank]:
+            if counts[rank]:
                 rows.weights[own] = weights
+            if _together(counts[rank], len(x)):
+                rows.x[own] = x
+            elif counts[rank]:
                 tokens = receivers[rank].nonzero().flatten()
                 rows.x[own].index_copy_(0, tokens, x[tokens])
-        self._journeys[channel] = _Journey(receivers, first, sum(sizes))
+        self._journeys[channel] = _Journey(receivers, counts, first, sum(sizes))
 
     def dispatch_receive(self, *, channel: int = 0) -> DispatchedTokens:
         """See AllToAll; what it returns is there until the sums are sent."""
@@ -114,18 +117,19 @@ class PeerSlots:
     def combine_receive(self, *, channel: int = 0) -> torch.Tensor:
         """See AllToAll."""
         self._memories[channel].barrier()
-        receivers, first, _ = self._journeys.pop(channel)
+        receivers, counts, first, _ = self._journeys.pop(channel)
         num_tokens = receivers.shape[1]
-        counts = receivers.sum(1).tolist()
-        total = torch.zeros(num_tokens, self._hidden_size, dtype=torch.float32, device=self._device)
+        total: torch.Tensor | None = None
         for rank, rows in enumerate(self._rows[channel]):
             partial = rows.partial[first : first + num_tokens]
-            if counts[rank] == num_tokens:
-                total += partial
+            if _together(counts[rank], num_tokens):  # experts give 0 for the others
+                total = partial.to(torch.float32, copy=True) if total is None else total.add_(partial.float())
             elif counts[rank]:
+                if total is None:
+                    total = self._zeros(num_tokens)
                 tokens = receivers[rank].nonzero().flatten()
                 total.index_add_(0, tokens, partial[tokens].float())
-        return total.to(self._dtype)
+        return (self._zeros(num_tokens) if total is None else total).to(self._dtype)
 
     def close(self) -> None:
         """See AllToAll."""
@@ -133,6 +137,9 @@ class PeerSlots:
             memory.close()
         self._memories.clear()
         self._rows.clear()
+
+    def _zeros(self, num_tokens: int) -> torch.Tensor:
+        return torch.zeros(num_tokens, self._hidden_size, dtype=torch.float32, device=self._device)
 
     def _lay_out(self, buffer: torch.Tensor, sizes: Sequence[int]) -> _Rows:
         starts = accumulate(sizes, initial=0)
@@ -146,3 +153,8 @@ class PeerSlots:
 def _lines(nbytes: int) -> int:
     """``nbytes``, or the next multiple of a cache line."""
     return -(-nbytes // _LINE) * _LINE
+
+
+def _together(count: int, num_tokens: int) -> bool:
+    """Whether nearly all rows go, so that one copy of all is quicker than many of a row each."""
+    return count > 0 and 4 * count >= 3 * num_tokens
