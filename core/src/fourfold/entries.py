@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fourfold.contracts.step_part import StepPart
     from fourfold.contracts.tokenizer import Tokenizer
     from fourfold.distributed.group_coordinator import GroupCoordinator
+    from fourfold.layers.weight_memory import WeightMemory
     from fourfold.layout import ParallelLayout
     from fourfold.models.description import (
         Activation,
@@ -183,6 +184,8 @@ class ParallelLayerContext:
     """Where it finds its own parts, by the names in ``config``."""
     shared: dict[str, StepPart] = field(default_factory=dict)
     """What the moe layers of one decoder have in common, under names of their own."""
+    expert_memory: WeightMemory | None = None
+    """Where its experts are, so that the engine can do without them while it sleeps."""
     expert_group: GroupCoordinator | None = None
     """The DP x TP ranks of its pipeline stage, over which experts may spread; None: those of ``communicator``."""
 
@@ -200,6 +203,14 @@ class ExpertsContext:
     intermediate_size: int
     activation: Activation
     operators: Operators
+    memory: WeightMemory | None = None
+    """Where ``empty`` takes it from; None: anywhere."""
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        """Memory of weights in ``dtype`` on ``device``, not filled yet, which an engine that sleeps takes back."""
+        from fourfold.layers.weight_memory import WeightMemory
+
+        return (self.memory or WeightMemory(self.device)).empty(*shape, dtype=self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -192,15 +192,14 @@ def test_shutdown_of_a_worker_that_never_loaded(times: int) -> None:
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_it_wakes_up_as_it_fell_asleep(served, driver, level: int) -> None:
-    worker, storages = served.worker, _weight_storages(served.worker)
+    worker, memory = served.worker, served.worker._loaded.weights._built.linear_method._memory
     prompt, _, expected = GOLDEN["G1"]
-    held = sum(storage.nbytes() for storage in storages)
+    held = memory.nbytes
     worker.sleep(level)
-    left = sum(storage.nbytes() for storage in storages)
-    assert left == (held if level == 1 else 0)
+    assert memory.nbytes == (held if level == 1 else 0)
     assert not worker._runner._caches.tensors
     worker.wake_up(["weights"], False)
-    assert sum(storage.nbytes() for storage in storages) == held
+    assert memory.nbytes == held
     worker.wake_up(["kv_cache"], True)
     driver.add(0, _encode(served, prompt))
     assert driver.generate([0], len(expected))[0] == expected
@@ -238,10 +237,6 @@ def test_weights_are_replaced_in_place_or_not_at_all(served, driver, tmp_path) -
     worker.load_weights(str(checkpoint.folder))
     driver.add(1, _encode(served, prompt))
     assert driver.generate([1], len(expected))[1] == expected
-
-
-def _weight_storages(worker: Worker) -> list[torch.UntypedStorage]:
-    return [weight.untyped_storage() for weight in worker._loaded.weights._method._weights]
 
 
 def _copy_with(

@@ -9,6 +9,7 @@ from fourfold.config.engine_config import EngineConfig
 from fourfold.entries import ComputeContext
 from fourfold.errors import Unsupported
 from fourfold.layers.torch_operators import TorchOperators
+from fourfold.testing.expert_choosing import MIXTURES, ExpertChoosingConformance
 from fourfold.testing.operators import OperatorsConformance
 from fourfold.worker.philox import gumbel_rows
 from fourfold_kernels_triton import gpu_support
@@ -32,6 +33,10 @@ def twin():
 
 
 class TestConformance(OperatorsConformance):
+    name = "triton"
+
+
+class TestChoosing(ExpertChoosingConformance):
     name = "triton"
 
 
@@ -96,3 +101,15 @@ def test_small_logits_keep_their_precision_under_a_cap(operators, twin):
 def test_unknown_activation_is_refused(operators):
     with pytest.raises(Unsupported, match="no activation 'relu'"):
         operators.gated(torch.zeros(1, 2), "relu")
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:All-NaN slice encountered")
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("-inf")])
+def test_an_expert_is_chosen_once_whatever_the_logits(operators, value):
+    for mixture in MIXTURES:
+        bias = torch.zeros(mixture.num_experts) if mixture.score_bias else None
+        logits = torch.full((3, mixture.num_experts), value)
+        logits[1, 1:] = 1.0
+        for row in operators.choose_experts(logits, bias, mixture)[0].tolist():
+            assert len(set(row)) == mixture.top_k
+            assert all(0 <= expert < mixture.num_experts for expert in row)

@@ -31,6 +31,7 @@ from fourfold_server.config import ServerConfig
 if TYPE_CHECKING:
     from socket import socket
 
+    from fourfold.models.description import ModelDescription
     from fourfold.supervision.parent_watch import ParentLink
     from fourfold.supervision.run_directory import RunDirectory
     from fourfold_server.acceptor import Acceptor
@@ -91,7 +92,7 @@ def serve(
     _raise_open_file_limit()
     for warning in registry.warnings:
         logger.warning("%s", warning)
-    config = _check_config(config, registry)
+    config = _check_config(config, server_config, registry)
     if config.nodes.headless:
         _serve_headless(plan, config, server_config, registry, parent)
         return
@@ -99,6 +100,7 @@ def serve(
     with listen(server_config.host, server_config.port) as listener, RunDirectory.create() as run_directory:
         try:
             run_directory.write_file(CONFIG_FILE, encode_config(config))
+            _wish_adapters(run_directory, server_config)
             if num_api_servers > 1:
                 _prepare_sharing(run_directory, server_config)
         except OSError as error:
@@ -292,7 +294,34 @@ def _end(failure: Failure) -> NoReturn:
     raise ConfigError(failure.message) if failure.status == 2 else EngineError(failure.message)
 
 
-def _check_config(config: EngineConfig, registry: PluginRegistry) -> EngineConfig:
+def _wish_adapters(run_directory: RunDirectory, server_config: ServerConfig) -> None:
+    """Have every engine load the adapters of --lora-modules when it starts."""
+    from fourfold.supervision.deployment_state import DeploymentState, write_state
+    from fourfold_server.operations import wished_adapter
+
+    adapters = tuple(wished_adapter(name, folder) for name, folder in server_config.adapters)
+    write_state(run_directory.path, DeploymentState(adapters=adapters))
+
+
+def _check_adapters(config: EngineConfig, server_config: ServerConfig, description: ModelDescription) -> None:
+    from fourfold.checkpoints.adapter_file import read_adapter
+
+    adapters, lora = server_config.adapters, config.lora
+    if not adapters:
+        return
+    if not lora.enable_lora:
+        raise ConfigError("--lora-modules needs --enable-lora")
+    names = [*config.model.served_names, *(name for name, _ in adapters)]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"--lora-modules: the name {twice!r} is there twice, as a model or an adapter")
+    if len(adapters) > lora.max_loras:
+        raise ConfigError(f"--lora-modules has {len(adapters)} adapters, and --max-loras is {lora.max_loras}; raise it")
+    for _, folder in adapters:
+        read_adapter(Path(folder).expanduser(), description, max_rank=lora.max_lora_rank)
+
+
+def _check_config(config: EngineConfig, server_config: ServerConfig, registry: PluginRegistry) -> EngineConfig:
     """The config with ``auto`` resolved, after a look at the model's description."""
     from fourfold.checkpoints.progress import NoProgress
     from fourfold.checkpoints.resolve import describe_checkpoint
@@ -305,7 +334,9 @@ def _check_config(config: EngineConfig, registry: PluginRegistry) -> EngineConfi
         )
     resolved = resolve(config, registry)
     logger.info("%s", "; ".join(resolved.reasons))
-    check_cut(describe_checkpoint(config.model, registry, NoProgress()), config.parallel)
+    description = describe_checkpoint(config.model, registry, NoProgress())
+    check_cut(description, config.parallel)
+    _check_adapters(config, server_config, description)
     return resolved.config
 
 

@@ -52,11 +52,11 @@ class InFlight:
 
     def balanced(self, block_size: int) -> BalancedRequest:
         """What a balancer needs to know of it; ``block_size`` is that of the cache."""
-        tokens, salt = self.request.prompt_token_ids, self.request.cache_salt
+        tokens, salt, adapter = self.request.prompt_token_ids, self.request.cache_salt, self.request.adapter
         return BalancedRequest(
             num_prompt_tokens=len(tokens),
             max_tokens=self.request.sampling.max_tokens or 0,
-            read_marks=lambda: prompt_marks(tokens, block_size, salt),
+            read_marks=lambda: prompt_marks(tokens, block_size, salt, adapter),
         )
 
     def take(self, token_ids: list[int]) -> None:

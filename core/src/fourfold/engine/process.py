@@ -15,11 +15,14 @@ from pathlib import Path
 
 import msgspec
 
-from fourfold.errors import ConfigError, PluginError
-from fourfold.messages import TAGS, EngineFailed, EngineOrder
+from fourfold.errors import ConfigError, PluginError, RequestError
+from fourfold.messages import EngineFailed, EngineOrder
+from fourfold.sleep_tags import TAGS
 from fourfold.supervision.deployment_state import read_state
 from fourfold.supervision.process_title import name_process
 from fourfold.supervision.run_directory import CONFIG_FILE
+
+logger = logging.getLogger(__name__)
 
 
 def main() -> None:
@@ -65,6 +68,11 @@ def _serve(link: ParentLink, arguments: argparse.Namespace) -> None:
         model = replace(config.model, model=wished.weights, revision=None, load_format=AUTO)
         config = replace(config, model=model)
     built = build_engine(config, registry, dp_rank=arguments.dp_rank)
+    for adapter in wished.adapters:
+        try:
+            built.core.load_adapter(adapter.unique, adapter.folder)
+        except (ConfigError, RequestError) as error:  # requests for others must not suffer
+            logger.error("LoRA adapter %r is not served here: %s", adapter.name, error)
     if wished.asleep:
         built.core.sleep(wished.sleep_level)
         awake = [tag for tag in TAGS if tag not in wished.asleep]

@@ -29,8 +29,8 @@ class GroupedExperts:
             raise Unsupported(
                 f"grouped experts take sizes that are multiples of {_ALIGNED_ELEMENTS}, not {hidden} and {inner}"
             )
-        self._gate_up = torch.empty(count, 2 * inner, hidden, dtype=context.dtype, device=context.device)
-        self._down = torch.empty(count, hidden, inner, dtype=context.dtype, device=context.device)
+        self._gate_up = context.empty(count, 2 * inner, hidden)
+        self._down = context.empty(count, hidden, inner)
         self._slots = torch.arange(count, dtype=torch.int32, device=context.device)
         self._gated = context.operators.gated
         self._activation = context.activation

@@ -19,8 +19,8 @@ class LoopExperts:
 
     def __init__(self, context: ExpertsContext) -> None:
         hidden, inner, count = context.hidden_size, context.intermediate_size, context.num_experts
-        self._gate_up = torch.empty(count, 2 * inner, hidden, dtype=context.dtype, device=context.device)
-        self._down = torch.empty(count, hidden, inner, dtype=context.dtype, device=context.device)
+        self._gate_up = context.empty(count, 2 * inner, hidden)
+        self._down = context.empty(count, hidden, inner)
         self._gated = context.operators.gated
         self._activation = context.activation
 

@@ -5,18 +5,22 @@ T is tokens, H hidden size, E experts, K experts a token. Knows neither ranks no
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from fourfold.contracts.expert_choosing import ExpertChoosing
 from fourfold.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fourfold.contracts.parallel_layer import TensorSlices
     from fourfold.entries import ParallelLayerContext
     from fourfold.models.description import MixtureDescription
 
-_LEAST_SUM = 1e-20
+LEAST_SUM = 1e-20
 """Added before a division by the sum of sigmoids, which may all have underflowed to 0 (as DeepSeek-V3's own code)."""
 
 
@@ -41,7 +45,7 @@ class Router:
         ids = choice.topk(mixture.top_k, dim=-1).indices
         weights = scores.gather(1, ids)
         if mixture.normalize:
-            least = _LEAST_SUM if mixture.scoring == "sigmoid" else 0.0
+            least = LEAST_SUM if mixture.scoring == "sigmoid" else 0.0
             weights = weights / (weights.sum(dim=-1, keepdim=True) + least)
         if mixture.scale != 1.0:
             weights = weights * mixture.scale
@@ -65,7 +69,10 @@ class RouterGate:
 
     def __init__(self, context: ParallelLayerContext, mixture: MixtureDescription) -> None:
         self._method = context.linear_method
-        self._router = Router(mixture)
+        operators = context.operators
+        self._choose: Callable[..., tuple[torch.Tensor, torch.Tensor]] = Router(mixture)
+        if isinstance(operators, ExpertChoosing):
+            self._choose = partial(operators.choose_experts, mixture=mixture)
         self._weight = context.linear_method.create(
             context.in_features, mixture.num_experts, bias=False, dtype=context.dtype
         )
@@ -84,4 +91,4 @@ class RouterGate:
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, H] -> see ``Router``. Logits are fp32, since their order decides."""
-        return self._router(self._method.apply(self._weight, x, out_dtype=torch.float32), self._bias)
+        return self._choose(self._method.apply(self._weight, x, out_dtype=torch.float32), self._bias)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from fourfold.layers.weight_memory import WeightMemory
+
 if TYPE_CHECKING:
     from fourfold.contracts.linear_method import LinearWeight
     from fourfold.entries import ComputeContext
@@ -39,14 +41,11 @@ class TorchLinearMethod:
 
     def __init__(self, context: ComputeContext) -> None:
         self._device = context.device
-        self._weights: list[torch.Tensor] = []
-        self._kept: dict[int, torch.Tensor] = {}
-        """Number of a weight -> its content in the host's memory, while the device has it not."""
+        self._memory = WeightMemory(context.device)
 
     def create(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> DenseWeight:
         """Allocate, without filling."""
-        dense = torch.empty(out_features, in_features, dtype=dtype, device=self._device)
-        self._weights.append(dense)
+        dense = self._memory.empty(out_features, in_features, dtype=dtype)
         return DenseWeight(dense, torch.empty(out_features, dtype=dtype, device=self._device) if bias else None)
 
     def load_shard(self, weight: LinearWeight, tensor: torch.Tensor, *, first_row: int) -> None:
@@ -88,29 +87,16 @@ class TorchLinearMethod:
         return rows.masked_fill_(elsewhere.unsqueeze(-1), 0)
 
     def release_weights(self, *, keep: bool) -> None:
-        """Shrink every weight's storage to nothing; biases are small, and stay."""
-        if not keep:
-            self._kept.clear()
-        elif self._device.type == "cpu":
-            return
-        for number, weight in enumerate(self._weights):
-            storage = weight.untyped_storage()
-            if storage.nbytes():
-                if keep:
-                    self._kept[number] = weight.cpu()
-                storage.resize_(0)
+        """See ``WeightMemory``; biases are small, and stay."""
+        self._memory.release_weights(keep=keep)
 
     def restore_weights(self) -> None:
-        """Take storages of the old sizes, which may lie elsewhere now, and fill them with what was kept."""
-        for number, weight in enumerate(self._weights):
-            storage = weight.untyped_storage()
-            if not storage.nbytes():
-                storage.resize_(weight.nbytes)
-            if number in self._kept:
-                weight.copy_(self._kept.pop(number))
+        """See ``WeightMemory``."""
+        self._memory.restore_weights()
 
     def discard_weights(self) -> None:
-        """Nothing: what comes is written over what is there."""
+        """See ``WeightMemory``."""
+        self._memory.discard_weights()
 
 
 def _dense(weight: LinearWeight) -> DenseWeight:

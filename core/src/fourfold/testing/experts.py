@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 import pytest
@@ -12,6 +13,7 @@ from fourfold.config.model_config import Dtype, ModelConfig
 from fourfold.contracts.mixture import Experts
 from fourfold.entries import ExpertsContext
 from fourfold.layers.torch_operators import TorchOperators
+from fourfold.layers.weight_memory import WeightMemory
 from fourfold.models.description import Activation
 from fourfold.plugins import load_plugins
 from fourfold.testing.conformance import Conformance
@@ -82,6 +84,25 @@ class ExpertsConformance(Conformance):
     def test_a_slot_may_be_loaded_again(self, built: list[tuple[Dtype, Activation, Experts, ExpertWeights]]) -> None:
         ids = torch.rand(9, NUM_EXPERTS).argsort(dim=1)[:, :2]
         self.check([(dtype, act, experts, self.fill(experts, dtype)) for dtype, act, experts, _ in built], ids)
+
+    def test_their_memory_is_what_the_context_gives(self) -> None:
+        """An engine that sleeps takes it back, and loads it again when it wakes."""
+        entry = load_plugins().experts()[self.name]
+        config = EngineConfig(model=ModelConfig(dtype=self.dtypes[0]))
+        suits = entry.suits(config)
+        if suits.score <= 0:
+            pytest.skip(f"{self.name} cannot run here: {suits.reason}")
+        context = self.context(config, self.activations[0])
+        memory = WeightMemory(context.device)
+        experts = entry.build(replace(context, memory=memory))
+        held = memory.nbytes
+        assert held >= 3 * NUM_EXPERTS * HIDDEN * INNER * context.dtype.itemsize
+        memory.release_weights(keep=False)
+        assert memory.nbytes == 0
+        memory.restore_weights()
+        assert memory.nbytes == held
+        ids = torch.rand(9, NUM_EXPERTS).argsort(dim=1)[:, :2]
+        self.check([(self.dtypes[0], self.activations[0], experts, self.fill(experts, self.dtypes[0]))], ids)
 
     def check(self, built: list[tuple[Dtype, Activation, Experts, ExpertWeights]], ids: torch.Tensor) -> None:
         """Rows without an expert here are poisoned, and give 0."""

@@ -15,7 +15,6 @@ import zmq
 from fourfold.addresses import api_address, engine_address
 from fourfold.engine.operations import OPERATIONS, Call
 from fourfold.messages import (
-    TAGS,
     AbortRequests,
     AddRequest,
     CallUtility,
@@ -30,6 +29,7 @@ from fourfold.messages import (
     TokenLogprobs,
     UtilityReply,
 )
+from fourfold.sleep_tags import TAGS
 
 Script = Callable[[AddRequest], Iterable[int]]
 IDLE_SECONDS = 0.02

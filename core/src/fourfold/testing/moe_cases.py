@@ -31,7 +31,7 @@ MIXTURES: tuple[dict[str, Any], ...] = (
     SMALL,
     {**SMALL, "top_k": 1, "normalize": True},
     {**SMALL, "top_k": NUM_EXPERTS},
-    {**SMALL, "num_experts": 1, "top_k": 1, "shared_intermediate_size": 20, "shared_gate": True},
+    {**SMALL, "num_experts": 3, "top_k": 1, "shared_intermediate_size": 20, "shared_gate": True},
     {
         **SMALL,
         "num_experts": 6,

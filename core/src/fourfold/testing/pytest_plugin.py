@@ -20,6 +20,7 @@ pytest.register_assert_rewrite(
             "communicator",
             "communicator_cases",
             "executor",
+            "expert_choosing",
             "experts",
             "linear_method",
             "moe",

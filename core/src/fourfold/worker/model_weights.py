@@ -30,7 +30,8 @@ class ModelWeights:
         self.reading = RecordedFormat(checkpoint.format)
         """Knows which parts this rank takes; reads nothing more."""
         self._built = built
-        self._method = built.linear_method if isinstance(built.linear_method, ReleasableWeights) else None
+        holders = (built.linear_method, built.expert_memory)
+        self._releasable = [one for one in holders if isinstance(one, ReleasableWeights)]
         self._are_lost = True
 
     def fill(self, progress: Progress) -> None:
@@ -48,8 +49,8 @@ class ModelWeights:
     def discard(self) -> None:
         """Others come next, here and on all replicas."""
         self._are_lost = True
-        if self._method is not None:
-            self._method.discard_weights()
+        for one in self._releasable:
+            one.discard_weights()
 
     def replace(self, checkpoint: Checkpoint) -> None:
         """Read those of another checkpoint of the model, after ``discard``."""
@@ -58,15 +59,16 @@ class ModelWeights:
         self.restore()
 
     def release(self, *, keep: bool) -> None:
-        """Give their memory back, as far as the linear method can; see ``ReleasableWeights``."""
-        if self._method is not None:
-            self._method.release_weights(keep=keep and not self._are_lost)
+        """Give their memory back, as far as those who hold them can; see ``ReleasableWeights``."""
+        for one in self._releasable:
+            one.release_weights(keep=keep and not self._are_lost)
+        if self._releasable:
             self._are_lost = self._are_lost or not keep
 
     def restore(self) -> None:
         """Have them again, from the host's memory or from the checkpoint."""
-        if self._method is not None:
-            self._method.restore_weights()
+        for one in self._releasable:
+            one.restore_weights()
         if self._are_lost:
             self.fill(NoProgress())
 

@@ -72,8 +72,11 @@ class _DecodeStep:
         cache = KVCacheConfig(groups=(KVCacheGroup(spec=spec, layers=(layer,)),), num_blocks=1 + blocks * num_requests)
         self._caches = [device.zeros(decoder.kv_cache_shape(layer, cache.num_blocks), decoder.dtype)]
         self._inputs = _inputs(cache, device, d, length=length, blocks=blocks, num_requests=num_requests)
+        # Tokens that differ, and are the same on all ranks: those of a mixture go to other experts each.
+        random = torch.Generator().manual_seed(0)
         self._hidden, self._residual = (
-            torch.ones(num_requests, d.hidden_size, dtype=decoder.dtype, device=device.torch_device) for _ in range(2)
+            torch.randn(num_requests, d.hidden_size, generator=random).to(device.torch_device, decoder.dtype)
+            for _ in range(2)
         )
 
     def seconds(

@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from fourfold.errors import Unsupported
+from fourfold.layers.router import LEAST_SUM
 from fourfold_kernels_triton.compile_ahead import Compilation
 from fourfold_kernels_triton.counters import Counters
 from fourfold_kernels_triton.kernels.activations import gated_rows, soft_cap_rows
 from fourfold_kernels_triton.kernels.norms import add_rms_norm_rows, head_rms_norm_rows, rms_norm_rows
+from fourfold_kernels_triton.kernels.routing import choose_rows
 from fourfold_kernels_triton.kernels.sampling import argmax_rows, gumbel_argmax_rows, log_normalizer_rows
 from fourfold_kernels_triton.launch import launch, starts_early
 
 if TYPE_CHECKING:
     from fourfold.entries import ComputeContext
+    from fourfold.models.description import MixtureDescription
 
 ACTIVATIONS: Final = ("silu", "gelu", "gelu_tanh")
 _COLUMNS: Final = 1024
@@ -28,6 +31,9 @@ _FEWEST_BLOCKS: Final = 128
 """So that one kernel does for all vocabularies of up to 262,144."""
 _HEAD_ENTRIES: Final = 2048
 """Entries of a program that normalises heads."""
+
+_WARP_LANES: Final = 256
+"""Experts that one warp chooses from: reductions within a warp need no barrier."""
 
 
 class TritonOperators:
@@ -140,6 +146,42 @@ class TritonOperators:
             EARLY=self._early,
         )
         return out
+
+    def choose_experts(
+        self, logits: torch.Tensor, bias: torch.Tensor | None, mixture: MixtureDescription
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ExpertChoosing."""
+        rows, top_k = logits.shape[0], mixture.top_k
+        ids = torch.empty(rows, top_k, dtype=torch.int32, device=logits.device)
+        weights = torch.empty(rows, top_k, dtype=torch.float32, device=logits.device)
+        size = mixture.num_experts // mixture.num_groups
+        groups, sizes = _power_of_two(mixture.num_groups), _power_of_two(size)
+        sigmoid = mixture.scoring == "sigmoid"
+        self._launch(
+            choose_rows,
+            (rows,),
+            logits,
+            logits if bias is None else bias,
+            ids,
+            weights,
+            logits.stride(0),
+            float(mixture.scale),
+            LEAST_SUM if sigmoid else 0.0,
+            SIGMOID=sigmoid,
+            BIASED=bias is not None,
+            NORMALIZE=mixture.normalize,
+            TOP_K=top_k,
+            NUM_GROUPS=mixture.num_groups,
+            GROUP_SIZE=size,
+            TOP_GROUPS=mixture.top_groups,
+            BEST_TWO=mixture.group_score == "top2_sum",
+            GROUPS=groups,
+            SIZES=sizes,
+            PLACES=_power_of_two(top_k),
+            EARLY=self._early,
+            num_warps=1 if groups * sizes <= _WARP_LANES else 4,
+        )
+        return ids, weights
 
     def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
         """See the contract."""
