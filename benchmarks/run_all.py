@@ -17,6 +17,7 @@ SCRIPTS = [
     "executor_ray.py",
     "startup.py",
     "collective_rpc.py",
+    "rpc_over_nodes.py",
     "all_reduce.py",
     "pipeline_transport.py",
     "expert_parallel.py",

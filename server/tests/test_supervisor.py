@@ -69,7 +69,7 @@ class Deployment:
             log_level="info",
             lockstep=lockstep,
         )
-        engines = EngineRole(shape, table, "fake_engine")
+        self.engines = engines = EngineRole(shape, table, "fake_engine")
         engines.add_listener(self.listener.engine_changed)
         self.supervisor = Supervisor(
             engines,
@@ -204,6 +204,25 @@ def test_rapid_failures_are_not_restarted_for_ever(start: Start, monkeypatch: py
     assert [listener.next() for _ in range(2)] == [("starting", 2), ("starting", 3)]
     text = "engine_core DP0 exited with code 9 during start-up; it is not restarted again after 3 rapid failures"
     assert listener.next() == ("gave up", text, 1)
+
+
+def test_rapid_failures_end_nothing_while_another_node_serves(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fourfold_server.supervisor.MAX_RAPID_CRASHES", 1)
+    deployment = start("die-when-ready exit-9 exit-9 serve")
+    elsewhere = EngineReady(
+        engine=1,
+        incarnation=1,
+        num_blocks=1,
+        kv_cache_tokens=1,
+        kv_cache_bytes=1,
+        max_model_len=1,
+        device="cpu",
+        dtype="float32",
+        backends={},
+    )
+    deployment.supervisor.post(lambda: deployment.engines.tell(elsewhere))
+    seen = [deployment.listener.next() for _ in range(8)]  # one of them is the other node's
+    assert seen[-1] == ("ready", 4)
 
 
 def test_an_engine_that_is_starting_is_ended_at_once(start: Start) -> None:

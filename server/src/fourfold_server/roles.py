@@ -136,6 +136,12 @@ class EngineRole:
         if self._elsewhere is not None:
             self._elsewhere.restart(engine)
 
+    @property
+    def ready_elsewhere(self) -> bool:
+        """See Engines."""
+        others = [told for engine, told in self._told.items() if engine not in self._shape.engines]
+        return any(isinstance(told[-1], EngineReady) for told in others)
+
     def command(self, process: SupervisedProcess) -> ChildCommand:
         """See Role."""
         shape = self._shape

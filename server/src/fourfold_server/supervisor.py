@@ -80,6 +80,10 @@ class Engines(Role, Protocol):
     def restart_elsewhere(self, engine: int) -> None:
         """Have another node restart its engine."""
 
+    @property
+    def ready_elsewhere(self) -> bool:
+        """Whether another node has an engine that serves."""
+
 
 class Supervisor:
     """Owns the processes and the thread that decides over them."""
@@ -290,6 +294,7 @@ class Supervisor:
     def _restart(self, role: Role, process: SupervisedProcess, failure: Failure) -> None:
         delay = process.count_crash()
         alone = not any(other.ready and other.child is not None for other in role.processes)
+        alone = alone and not self._engines.ready_elsewhere
         if role.vital and alone and process.rapid_crashes > MAX_RAPID_CRASHES:
             message = f"{failure.message}; it is not restarted again after {process.rapid_crashes} rapid failures"
             self._give_up(Failure(message=message, status=1, traceback=failure.traceback))
