@@ -3,11 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.setup
-PROJECTS := core plugins/comm_cpu plugins/comm_nccl plugins/executor_mp plugins/executor_uniproc plugins/kernels_cpu plugins/kernels_triton plugins/moe_ep server
+PROJECTS := core plugins/comm_cpu plugins/comm_nccl plugins/executor_mp plugins/executor_ray plugins/executor_uniproc plugins/kernels_cpu plugins/kernels_triton plugins/moe_ep server
 MODEL ?=
 ARGS ?=
 
-.PHONY: setup serve test test-long lint bench wheels clean
+.PHONY: setup serve test test-long test-multihost lint bench wheels clean
 
 setup: $(SETUP)
 
@@ -22,10 +22,13 @@ serve: $(SETUP)
 	exec $(BIN)/fourfold serve $(MODEL) $(ARGS)
 
 test: $(SETUP) lint
-	$(BIN)/python -m pytest -m "not long" $(ARGS)
+	$(BIN)/python -m pytest -m "not long and not multihost" $(ARGS)
 
 test-long: $(SETUP) lint
 	$(BIN)/python -m pytest $(ARGS)
+
+test-multihost: $(SETUP)
+	$(BIN)/python -m pytest -s -m multihost $(ARGS)
 
 lint: $(SETUP)
 	$(BIN)/ruff check .

@@ -14,6 +14,7 @@ SCRIPTS = [
     "tensor_parallel.py",
     "serving.py",
     "data_parallel.py",
+    "executor_ray.py",
     "startup.py",
     "collective_rpc.py",
     "all_reduce.py",

@@ -57,6 +57,7 @@ API_MODULES = (
     "fourfold_comm_cpu.plugin",
     "fourfold_comm_nccl.plugin",
     "fourfold_executor_mp.plugin",
+    "fourfold_executor_ray.plugin",
     "fourfold_executor_uniproc.plugin",
     "fourfold_kernels_cpu.plugin",
     "fourfold_kernels_triton.plugin",

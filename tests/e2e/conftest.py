@@ -13,6 +13,7 @@ from fourfold.checkpoints.progress import NoProgress
 from fourfold.checkpoints.resolve import resolve_checkpoint
 from fourfold.config.model_config import ModelConfig
 from fourfold.plugins import load_plugins
+from fourfold.testing.upcycling import upcycle
 
 from .running_server import Server
 
@@ -59,6 +60,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+@pytest.fixture(scope="session")
+def upcycled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model as a mixture: three experts, of which a token takes two. Nearly a gigabyte."""
+    return upcycle(tmp_path_factory.mktemp("upcycled") / "smollm2-moe", num_experts=3)
 
 
 @pytest.fixture

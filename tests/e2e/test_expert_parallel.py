@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from fourfold import LLM
-from fourfold.testing.upcycling import upcycle
 
 from .conftest import ONE_THREAD
 from .test_tensor_parallel import IDS, answers, expected
@@ -26,12 +25,6 @@ MORE_CUTS: dict[str, dict[str, Any]] = {
     "stages": {**WIRED, "all_to_all": "shm", "pipeline_parallel_size": 2},
     "three ranks": {**WIRED, "all_to_all": "shm", "tensor_parallel_size": 3},
 }
-
-
-@pytest.fixture(scope="module")
-def upcycled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three experts, of which a token takes two."""
-    return upcycle(tmp_path_factory.mktemp("upcycled") / "smollm2-moe", num_experts=3)
 
 
 @pytest.fixture(autouse=True)

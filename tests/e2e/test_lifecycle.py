@@ -58,8 +58,16 @@ def port_of(server: Server) -> int:
 
 
 def assert_port_is_free(port: int) -> None:
-    with socket.create_server(("127.0.0.1", port)):
-        pass
+    """At once, or a moment later: a killed process counts as gone while threads of it still hold its sockets."""
+
+    def is_free() -> bool:
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            return False
+        return True
+
+    wait_until(is_free, 5, f"port {port} is free")
 
 
 # --- start -----------------------------------------------------------------------------------------------------------

@@ -17,27 +17,20 @@ from safetensors.torch import save_file
 from fourfold import LLM, SamplingParams
 from fourfold.models.mixture_families import describe_qwen_moe
 from fourfold.models.tensor_table import checkpoint_tensors
-from fourfold.testing.upcycling import upcycle
 
 from .conftest import ONE_THREAD
 from .test_tensor_parallel import IDS, answers, expected
 
 CUTS: dict[str, dict[str, Any]] = {
-    "tp 3": {"tensor_parallel_size": 3},
     "tp 2, pp 2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
 }
 MORE_CUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
+    "tp 3": {"tensor_parallel_size": 3},
     "tp 2": {"tensor_parallel_size": 2},
     "pp 2": {"pipeline_parallel_size": 2},
     "pp 3, tp 2": {"pipeline_parallel_size": 3, "tensor_parallel_size": 2},
 }
-
-
-@pytest.fixture(scope="module")
-def upcycled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three experts, of which a token takes two."""
-    return upcycle(tmp_path_factory.mktemp("upcycled") / "smollm2-moe", num_experts=3)
 
 
 @pytest.fixture

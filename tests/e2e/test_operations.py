@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fourfold import LLM, SamplingParams
+from fourfold.checkpoints.progress import NoProgress
+from fourfold.checkpoints.resolve import resolve_checkpoint
+from fourfold.config.model_config import ModelConfig
 from fourfold.errors import ConfigError, EngineError
+from fourfold.plugins import load_plugins
+from fourfold.testing.lora_adapter import write_adapter
 
 from .conftest import Start
 from .running_server import Server, Stream, wait_until
@@ -106,7 +112,42 @@ def test_all_ranks_sleep_and_take_other_weights(
         llm.wake_up()
         llm.reset_prefix_cache()
         assert generate(llm) == before
-        with pytest.raises(ConfigError, match="rank 0: there is no file or folder '/nowhere'"):
+        with pytest.raises(ConfigError, match=r"rank [01]: there is no file or folder '/nowhere'"):
             llm.update_weights("/nowhere")
         llm.update_weights(other)
         assert generate(llm) == expected != before
+
+
+def test_adapters_are_models_on_all_replicas(start: Start, tiny_model: Path, tmp_path: Path) -> None:
+    base = save_other_weights(tiny_model, tmp_path / "base")
+    checkpoint = resolve_checkpoint(ModelConfig(model=str(base)), load_plugins(), NoProgress())
+    folders = [write_adapter(checkpoint, tmp_path / name, seed=ord(name), alpha=40) for name in "ab"]
+    arguments = ("--enable-lora", "--lora-modules", f"a={folders[0]}")
+    server = start(*TWO, *arguments, model=base, load_format="auto")
+
+    def ask(model: str, rank: int, prompt: str = "once") -> str:
+        body = completion(24, model=model, prompt=prompt)
+        with server.client() as client:
+            reply = client.post("/v1/completions", json=body, headers={"x-data-parallel-rank": str(rank)})
+        assert reply.status_code == 200, reply.text
+        text: str = reply.json()["choices"][0]["text"]
+        return text
+
+    with server.client() as client:
+        reply = client.post("/v1/load_lora_adapter", json={"lora_name": "b", "lora_path": str(folders[1])})
+        assert reply.status_code == 200, reply.text
+        refused = client.post("/v1/load_lora_adapter", json={"lora_name": "c", "lora_path": str(base)})
+        assert (refused.status_code, "is no LoRA adapter" in refused.text) == (400, True)
+    names = ["tiny", "a", "b"]
+    alone = {name: ask(name, 0) for name in names}
+    assert len(set(alone.values())) == 3
+    with ThreadPoolExecutor(12) as pool:  # mixed in the batches of both replicas
+        mixed = list(pool.map(lambda number: (names[number % 3], ask(names[number % 3], number % 2)), range(12)))
+    assert all(alone[name] == text for name, text in mixed)
+    kill(server, "DP1", "running")
+    assert {name: ask(name, 1) for name in names} == alone
+    with server.client() as client:
+        assert client.post("/v1/unload_lora_adapter", json={"lora_name": "a"}).status_code == 200
+        assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["tiny", "b"]
+        assert client.post("/v1/completions", json=completion(2, model="a")).status_code == 404
+    assert ask("b", 0) == alone["b"]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fourfold.contracts.attention_backend import AttentionBackend, AttentionSpec
     from fourfold.contracts.checkpoint import CheckpointFormat, CheckpointSource
     from fourfold.contracts.communicator import Communicator
-    from fourfold.contracts.executor import Executor
+    from fourfold.contracts.executor import Executor, Follower
     from fourfold.contracts.linear_method import LinearMethod, LinearWeight
     from fourfold.contracts.load_balancer import LoadBalancer
     from fourfold.contracts.mixture import AllToAll, ExpertPlacement, Experts, Rebalancer
@@ -76,6 +76,16 @@ class ExecutorContext:
     worker: str = "fourfold.worker.worker:Worker"
     """``module:qualname``, called with a WorkerContext on every rank."""
     dp_rank: int = 0
+    first_local_rank: int | None = None
+    """The engine's first rank, counted among all ranks on this node; None: all replicas are on it."""
+    local_workers: int = 0
+    """Ranks on this node; 0: all ranks of all replicas."""
+
+    @property
+    def local_start(self) -> int:
+        """``first_local_rank``, whoever knows it."""
+        first = self.first_local_rank
+        return self.dp_rank * self.layout.engine_world_size if first is None else first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +98,12 @@ class WorkerContext:
     """Within the engine: 0 to TP x PP - 1."""
     local_rank: int = 0
     """Among all ranks of this host."""
+    local_workers: int = 0
+    """Ranks of this host; 0: all ranks of all replicas."""
+    node: str = ""
+    """The host as the executor calls it; ranks of different nodes share no memory. Empty: where there is one."""
+    address: str = ""
+    """This host's IP address as the others reach it; empty: where there is one host."""
     dp_rank: int = 0
     open_store: Callable[[], Any] | None = None
     """Opens the torch.distributed Store that the ranks of this engine, and no others, reach; None for one rank."""
@@ -110,6 +126,8 @@ class CommunicatorContext:
     """Seconds for the rendezvous and for every collective."""
     one_host: bool = True
     """Whether all ranks of the group are on this host."""
+    address: str = ""
+    """This host's IP address as the others reach it; empty: not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,6 +287,10 @@ class SchedulerContext:
 class ExecutorEntry(Entry["Executor"]):
     """``build(ExecutorContext) -> Executor``."""
 
+    follow: Callable[[ExecutorContext], Follower] | None = None
+    """Builds what has the ranks of another node (``--nnodes``, ``--node-rank``); None: its engines are on one node, or
+    it finds others by itself.
+    """
     offline_only: str = ""
     """Why only ``LLM`` can use it, where that is so; ``serve`` refuses it with this reason."""
 

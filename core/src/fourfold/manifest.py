@@ -64,6 +64,7 @@ def fingerprint(config: EngineConfig, manifest: Sequence[Origin], *, rank: int) 
 def shaping_keys(config: EngineConfig) -> dict[str, str]:
     """``section.field`` -> JSON value of every key that must be equal on all ranks."""
     tree = msgspec.to_builtins(config)
+    del tree["nodes"]  # what each node is: all differ, and one of them is secret
     flat: dict[str, str] = {}
     for section, fields in tree.items():
         for name, value in fields.items():

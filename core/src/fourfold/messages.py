@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
 from fourfold.contracts.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from fourfold.sampling_params import SamplingParams
-
-WEIGHTS: Final = "weights"
-KV_CACHE: Final = "kv_cache"
-TAGS: Final = (WEIGHTS, KV_CACHE)
-"""What sleeps and wakes up."""
 
 
 class FinishReason(StrEnum):
@@ -43,6 +38,8 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     """Unix seconds."""
     cache_salt: str = ""
     """Only requests of equal salt share prefix-cache blocks."""
+    adapter: str = ""
+    """The LoRA adapter that computes it, by the name that ``load_adapter`` gave it; empty: the model alone."""
     output_token_ids: list[int] = []
     """What it brought on another engine, before that one ended: goes on after these, and they count as output."""
     attempt: int = 0
@@ -138,17 +135,15 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """
 
     asleep: tuple[str, ...] = ()
-    """Which of ``TAGS`` are; while any is, no request is taken."""
+    """Which of ``fourfold.sleep_tags`` are; while any is, no request is taken."""
     sleep_changes: int = 0
     """How often ``asleep`` has changed."""
 
     @property
     def version(self) -> int:
-        """Grows with every request, every step and every sleep, so that of two reports of one incarnation the later one
-        is known.
-        """
-        requests = 2 * self.requests_finished + self.num_running + self.num_waiting
-        return self.num_steps + requests + self.sleep_changes
+        """Grows with all that happens, so that of two reports of one incarnation the later one is known."""
+        taken = 2 * self.requests_finished + self.num_running + self.num_waiting
+        return self.num_steps + taken + self.sleep_changes
 
 
 class StageInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -208,7 +203,7 @@ class UtilityReply(msgspec.Struct, frozen=True, kw_only=True, tag="utility_reply
     result: Any = None
     error: str | None = None
     error_status: int = 500
-    """With ``error``: the HTTP status that says whose fault it is."""
+    """The HTTP status of ``error``."""
 
 
 # --- engine core -> coordinator -> API servers -------------------------------------------------------------------
@@ -331,6 +326,8 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True):
     """Output before a preemption; known tokens are the prompt and these. If there are any, prompt log probabilities
     were sent already.
     """
+    adapter: int = 0
+    """The slot of its LoRA adapter; 0: none."""
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True):

@@ -87,7 +87,13 @@ def build_cripple(context: CommunicatorContext) -> Any:
     return build_plain(context)
 
 
+def build_described(context: CommunicatorContext) -> Any:
+    """Tells nothing but its context, so it fails."""
+    raise Unsupported(f"one host: {context.one_host}, from {context.address}")
+
+
 BUILDS = {
+    "described": build_described,
     "plain": build_plain,
     "liar": build_liar,
     "sleeper": build_sleeper,
@@ -97,8 +103,8 @@ BUILDS = {
 }
 
 
-def registry_of(names: list[str]) -> PluginRegistry:
-    """Communicators of these names, the first one preferred."""
+def registry_of(names: list[str], one_host: tuple[str, ...] = ()) -> PluginRegistry:
+    """Communicators of these names, the first one preferred; those of ``one_host`` claim to connect no other ranks."""
 
     def suits(score: int) -> Callable[[EngineConfig], Suitability]:
         return lambda config: Suitability(score=score, reason="for the test")
@@ -107,7 +113,12 @@ def registry_of(names: list[str]) -> PluginRegistry:
         @hookimpl
         def fourfold_communicators(self) -> list[CommunicatorEntry]:
             return [
-                CommunicatorEntry(name=name, build=BUILDS[name], suits=suits(len(names) - index))
+                CommunicatorEntry(
+                    name=name,
+                    build=BUILDS[name],
+                    suits=suits(len(names) - index),
+                    capabilities=frozenset({"one_host"} if name in one_host else ()),
+                )
                 for index, name in enumerate(names)
             ]
 
@@ -193,6 +204,41 @@ def test_a_named_one_that_fails_is_an_error(rank_pool: Pool) -> None:
         assert "vetoed: liar: rank 1: all_reduce" in found
     for found, _ in rank_pool(2).run(outcome, ["plain"], "plane"):
         assert "no communicator called 'plane'; did you mean 'plain'?" in found
+
+
+def over_nodes(rank: Rank, comm: str) -> Any:
+    """Two stages of two ranks, each stage on a node of its own."""
+    config = EngineConfig(
+        parallel=ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2),
+        backends=BackendConfig(comm=comm),
+        timeouts=TimeoutConfig(startup_timeout=30.0),
+    )
+    node = rank.rank // 2
+    context = WorkerContext(
+        config=config,
+        layout=config.parallel.layout,
+        rank=rank.rank,
+        node=f"node-{node}",
+        address=f"127.0.0.{1 + node}",
+        open_store=lambda: scoped(rank.store, "engine"),
+    )
+    try:
+        parallel = connect(context, registry_of(["liar", "plain", "described"], ("liar",)), device=CPU)
+    except FourfoldError as error:
+        return str(error)
+    parallel.close()
+    return parallel.communicators
+
+
+def test_groups_over_nodes_are_offered_nothing_for_one_host(rank_pool: Pool) -> None:
+    assert rank_pool(4).run(over_nodes, "tp=plain,pp=auto") == ["plain"] * 4
+
+
+def test_a_communicator_knows_whether_its_group_is_on_one_host_and_the_own_address(rank_pool: Pool) -> None:
+    found = rank_pool(4).run(over_nodes, "tp=plain,pp=described")
+    assert "rank 0: one host: False, from 127.0.0.1" in found[0]
+    assert "rank 1: one host: False, from 127.0.0.1" in found[3]
+    assert "one host: True, from 127.0.0.2" in rank_pool(4).run(over_nodes, "tp=described,pp=plain")[2]
 
 
 def every_group(rank: Rank) -> list[Any]:

@@ -15,6 +15,7 @@ import pytest
 
 from fourfold.config.cache_config import CacheConfig
 from fourfold.config.engine_config import EngineConfig
+from fourfold.config.lora_config import LoraConfig
 from fourfold.config.parallel_config import ParallelConfig
 from fourfold.config.scheduler_config import SchedulerConfig
 from fourfold.config.timeout_config import TimeoutConfig
@@ -143,6 +144,12 @@ class ToyClient:
 
     def load_weights(self, model: str) -> None:
         self._operate(f"load {model}")
+
+    def load_adapter(self, slot: int, folder: str) -> None:
+        self.operations.append(f"load_adapter {slot} {folder}")
+
+    def unload_adapter(self, slot: int) -> None:
+        self.operations.append(f"unload_adapter {slot}")
 
     def _operate(self, what: str) -> None:
         assert not self._sent, "a step is in the air"
@@ -327,6 +334,7 @@ class ToyEngine:
         seed: int = 0,
         pipeline_parallel_size: int = 1,
         prefix_caching: bool = True,
+        lora: LoraConfig | None = None,
         **scheduler: Any,
     ) -> None:
         scheduler = {"max_num_seqs": 4, "max_num_batched_tokens": 16, **scheduler}
@@ -335,6 +343,7 @@ class ToyEngine:
             scheduler=SchedulerConfig(max_in_flight=depth, **scheduler),
             parallel=ParallelConfig(pipeline_parallel_size=pipeline_parallel_size),
             timeouts=TimeoutConfig(rpc_timeout=10),
+            lora=lora or LoraConfig(),
         )
         self.cache = KVCacheConfig(
             groups=tuple(
@@ -375,11 +384,19 @@ class ToyEngine:
         priority: int = 0,
         client: int = 0,
         output: Sequence[int] = (),
+        adapter: str = "",
         **sampling: Any,
     ) -> str:
         """Add a request that must be accepted; returns its id."""
         request_id, refusal = self.try_add(
-            prompt, request_id=request_id, salt=salt, priority=priority, client=client, output=output, **sampling
+            prompt,
+            request_id=request_id,
+            salt=salt,
+            priority=priority,
+            client=client,
+            output=output,
+            adapter=adapter,
+            **sampling,
         )
         assert refusal is None, refusal
         return request_id
@@ -393,6 +410,7 @@ class ToyEngine:
         priority: int = 0,
         client: int = 0,
         output: Sequence[int] = (),
+        adapter: str = "",
         **sampling: Any,
     ) -> tuple[str, RequestOutput | None]:
         self.arrivals += 1
@@ -406,6 +424,7 @@ class ToyEngine:
             priority=priority,
             arrival_time=float(self.arrivals),
             cache_salt=salt,
+            adapter=adapter,
             output_token_ids=list(output),
             attempt=bool(output),
         )

@@ -123,7 +123,7 @@ class Harness:
         self.coordinator = self.context.socket(zmq.PULL)
         self.coordinator.bind(f"ipc://{folder}/coordinator")
         self.sender = self.context.socket(zmq.PUSH)
-        self.sender.connect(f"ipc://{folder}/engine-0")
+        self.sender.connect(f"ipc://{folder}/engine-0-7")
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._run)
         self.closed = False

@@ -25,7 +25,7 @@ class Engine:
         self.events: queue.Queue[bytes | ChildExit] = queue.Queue()
 
     def start(self) -> ChildProcess:
-        arguments = [str(self.folder), "--engine", "0", "--incarnation", "3"]
+        arguments = [str(self.folder), "--engine", "0", "--dp-rank", "0", "--incarnation", "3"]
         arguments += ["--num-api-servers", "1", "--log-level", "info"]
         return self.supervisor.start(
             ChildCommand(module="fourfold.engine.process", label="engine", arguments=arguments),

@@ -8,7 +8,7 @@ import pytest
 
 from fourfold.engine.operations import OPERATIONS, sleep_calls, update_calls
 from fourfold.errors import CheckpointError, EngineError, RequestError
-from fourfold.messages import KV_CACHE, TAGS, WEIGHTS
+from fourfold.sleep_tags import KV_CACHE, TAGS, WEIGHTS
 
 
 def operate(engine: Any, calls: list[tuple[str, dict[str, Any]]]) -> None:

@@ -18,6 +18,7 @@ from fourfold.entries import ComputeContext
 from fourfold.errors import Unsupported
 from fourfold.layers.torch_operators import TorchOperators
 from fourfold.messages import NewRequest, ScheduledRequest, StepMessage, StepOutput
+from fourfold.models.adapters import AdapterSlots
 from fourfold.sampling_params import SamplingParams
 from fourfold.worker.cpu_device import CpuDevice
 from fourfold.worker.model_runner import ALONE, ModelRunner
@@ -133,9 +134,10 @@ class Driver:
         *,
         output: Sequence[int] = (),
         eos: tuple[int, ...] = (),
+        adapter: int = 0,
     ) -> None:
         sampling = sampling or SamplingParams(temperature=0.0)
-        self._new.append(NewRequest(f"r{slot}", slot, list(prompt), sampling, eos, list(output)))
+        self._new.append(NewRequest(f"r{slot}", slot, list(prompt), sampling, eos, list(output), adapter))
         self._fresh.add(slot)
         self.computed[slot] = 0
         self.known[slot] = len(prompt) + len(output)
@@ -239,6 +241,7 @@ def drive(
     max_model_len: int = 64,
     max_num_batched_tokens: int = 64,
     parallel: ModelParallel = ALONE,
+    adapters: AdapterSlots | None = None,
 ) -> Driver:
     model = model or HistoryModel()
     specs = model.kv_cache_specs()
@@ -253,6 +256,7 @@ def drive(
         max_model_len=max_model_len,
         vocabulary_size=VOCABULARY,
         parallel=parallel,
+        adapters=adapters,
     )
     return Driver(runner, num_groups=len(groups), num_blocks=65)
 

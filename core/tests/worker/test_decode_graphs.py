@@ -6,13 +6,17 @@ import torch
 from fourfold.config.engine_config import EngineConfig
 from fourfold.contracts.step_graph import StepRecorder
 from fourfold.entries import ComputeContext
+from fourfold.layers.lora_linear import LoraLinearMethod
+from fourfold.layers.torch_linear import TorchLinearMethod
 from fourfold.layers.torch_operators import TorchOperators
+from fourfold.models.adapters import AdapterSlots
 from fourfold.sampling_params import SamplingParams
+
+CONTEXT = ComputeContext(config=EngineConfig(), device=torch.device("cpu"), dtype=torch.float32)
 
 
 def test_plain_torch_records_nothing(recording_operators) -> None:
-    context = ComputeContext(config=EngineConfig(), device=torch.device("cpu"), dtype=torch.float32)
-    assert not isinstance(TorchOperators(context), StepRecorder)
+    assert not isinstance(TorchOperators(CONTEXT), StepRecorder)
     assert isinstance(recording_operators(), StepRecorder)
 
 
@@ -73,3 +77,19 @@ def test_close_releases_graphs(drive, recording_operators, history_model, times:
     for _ in range(times):
         driver.runner.close()
     assert [graph.closed for graph in operators.graphs] == [True]
+
+
+def test_steps_with_adapters_run_plainly(drive, recording_operators, history_model) -> None:
+    operators = recording_operators()
+    method = LoraLinearMethod(TorchLinearMethod(CONTEXT), device=CONTEXT.device, dtype=torch.float32)
+    driver = drive(history_model(operators=operators), adapters=AdapterSlots(method, {}, ()))
+    for slot, adapter in enumerate((0, 3, 0, 2)):
+        driver.add(slot, [slot + 5, 7], adapter=adapter)
+    seen = []
+    for slots in ([0, 2], [1], [0, 1, 2], [3, 1], [0, 2]):
+        before = sum(graph.replays for graph in operators.graphs)
+        driver.generate(slots, 2)
+        rows = [(slot, None if tokens is None else tokens.tolist()) for slot, tokens in method.rows]
+        seen.append((sum(graph.replays for graph in operators.graphs) - before, rows))
+    # The first step of a slot is its prompt's.
+    assert seen == [(1, []), (0, [(3, None)]), (0, [(3, [1])]), (0, [(2, [0]), (3, [1])]), (2, [])]

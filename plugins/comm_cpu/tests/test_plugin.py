@@ -11,7 +11,7 @@ from fourfold.selection import select
 def test_shm_is_taken_before_gloo() -> None:
     entries = {name: entry for name, entry in load_plugins().communicators().items() if name in ("shm", "gloo")}
     assert select("communicator", entries, "auto", EngineConfig()).entry.name == "shm"
-    assert entries["shm"].capabilities == {"cpu", "deterministic", "peer_memory"}
+    assert entries["shm"].capabilities == {"cpu", "deterministic", "one_host", "peer_memory"}
 
 
 def test_gloo_is_for_cpus() -> None:

@@ -76,7 +76,7 @@ def test_a_rank_that_is_killed_while_idle_is_noticed(start: Start) -> None:
 def test_every_pending_call_fails_at_once(start: Start) -> None:
     executor = start()
     futures = [executor.collective_rpc("wait", args=(30, 0), non_block=True) for _ in range(3)]
-    os.kill(executor._children[1].pid, signal.SIGKILL)
+    os.kill(executor._processes.children[1].pid, signal.SIGKILL)
     for future in futures:
         with pytest.raises(ExecutorFailed, match=r"rank 1 was killed by signal 9 \(SIGKILL\)"):
             future.result(PROMPTLY)
@@ -149,7 +149,7 @@ def test_a_callback_may_shut_the_executor_down(start: Start) -> None:
         done.set()
 
     executor.on_failure(shut_down)
-    os.kill(executor._children[0].pid, signal.SIGKILL)
+    os.kill(executor._processes.children[0].pid, signal.SIGKILL)
     assert done.wait(DEADLINE)
     with pytest.raises(ExecutorClosed):
         executor.collective_rpc("who")

@@ -16,6 +16,7 @@ from fourfold.errors import ConfigError, EngineError, ExecutorFailed, PluginErro
 from fourfold.supervision.child_process import ChildCommand, ChildSupervisor
 from fourfold_executor_mp.executor import MpExecutor
 from fourfold_executor_mp.plugin import _suits
+from fourfold_executor_mp.rank_processes import RankProcesses
 
 from .conftest import DEADLINE, Start, children, make_context
 from .faulty_worker import FAULT
@@ -98,7 +99,7 @@ def test_whatever_step_fails_is_the_error_and_nothing_is_left(
         case "meeting place":
             monkeypatch.setattr(os, "memfd_create", fail)
         case "discovery":
-            monkeypatch.setattr("fourfold_executor_mp.executor.compare_all", fail)
+            monkeypatch.setattr("fourfold.rpc.rank_executor.compare_all", fail)
     with pytest.raises(EngineError, match=f"^the {step} failed on purpose$"):
         start()
     assert children() == before
@@ -114,14 +115,14 @@ def test_a_rank_with_other_plugins_is_refused_by_name(
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: stray-plugin\nVersion: 7.1\n")
     (metadata / "entry_points.txt").write_text("[fourfold]\nstray = stray_plugin\n")
-    real = MpExecutor._command
+    real = RankProcesses._command
 
-    def command(self: MpExecutor, rank: int, channel: int, rendezvous: int) -> ChildCommand:
-        made = real(self, rank, channel, rendezvous)
+    def command(self: RankProcesses, rank: int, *where: int) -> ChildCommand:
+        made = real(self, rank, *where)
         path = f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}"
         return dataclasses.replace(made, environment={"PYTHONPATH": path}) if rank == 1 else made
 
-    monkeypatch.setattr(MpExecutor, "_command", command)
+    monkeypatch.setattr(RankProcesses, "_command", command)
     with pytest.raises(
         PluginError, match=r"rank 1 on .* has stray-plugin 7.1 as plugin 'stray', and rank 0 .* nothing"
     ):

@@ -17,6 +17,7 @@ import uvicorn
 
 from fourfold.client.engine_client import EngineClient
 from fourfold.config.engine_config import EngineConfig
+from fourfold.config.node_plan import plan_nodes
 from fourfold.entries import LoadBalancerContext
 from fourfold.errors import ConfigError, PluginError
 from fourfold.messages import EngineNotice
@@ -63,7 +64,8 @@ class ApiServer:
         self._context = context
         self._on_change = on_change
         self._failed = failed
-        num_engines = config.parallel.data_parallel_size
+        plan = plan_nodes(config)
+        num_engines = plan.num_engines
         block_size = config.cache.block_size
         balancer = select("load balancer", context.registry.load_balancers(), config.backends.load_balancer, config)
         self.client = EngineClient(
@@ -80,6 +82,7 @@ class ApiServer:
             ),
             block_size=block_size,
             coordinated=num_engines > 1,
+            first_rank=plan.first_rank,
         )
         self.state = ServerState(
             config=context.server_config,

@@ -28,6 +28,8 @@ class ServerConfig:
     """PEM file with the certificate chain; serves HTTPS."""
     ssl_keyfile: str | None = None
     """PEM file with the certificate's key."""
+    lora_modules: tuple[str, ...] = ()
+    """LoRA adapters to begin with, each as NAME=FOLDER; clients name them as their model. Needs --enable-lora."""
     strict_fields: bool = False
     """Whether request fields that are not known are refused in place of ignored."""
     strict_max_tokens: bool = False
@@ -51,6 +53,9 @@ class ServerConfig:
         if self.api_key is not None and (self.api_key != self.api_key.strip() or not self.api_key.isprintable()):
             # No HTTP header carries such a key. It is not shown, being a secret.
             raise ConfigError("--api-key has control characters, or spaces at an end (a line break, say); remove them")
+        for item, (name, folder) in zip(self.lora_modules, self.adapters, strict=True):
+            if not name or not folder:
+                raise ConfigError(f"--lora-modules has {item!r}; a name and a folder, as in sql=/adapters/sql")
         if self.max_body_bytes < 1024:
             raise ConfigError(f"--max-body-bytes is {self.max_body_bytes}; 1024 or more")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
@@ -58,3 +63,9 @@ class ServerConfig:
         for option, file in (("--ssl-certfile", self.ssl_certfile), ("--ssl-keyfile", self.ssl_keyfile)):
             if file is not None and not Path(file).is_file():
                 raise ConfigError(f"{option} is {file!r}, which is no file")
+
+    @property
+    def adapters(self) -> list[tuple[str, str]]:
+        """Name and folder of each of ``lora_modules``."""
+        parts = [item.partition("=") for item in self.lora_modules]
+        return [(name.strip(), folder.strip()) for name, _, folder in parts]

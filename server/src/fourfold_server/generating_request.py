@@ -39,7 +39,7 @@ class GeneratingRequest:
         """Read the body. Raises RequestError."""
         arrival = time.monotonic()
         model = state.serving()
-        rank = read_rank(http.headers, len(state.client.links))
+        rank = read_rank(http.headers, state.client.ranks)
         body = await read_json_object(http, state)
         strict = state.config.strict_fields
         values, ignored = read_fields(table, body.values, strict=strict)
@@ -58,5 +58,5 @@ class GeneratingRequest:
     def admit(self) -> int:
         """The context that there is. Raises RequestError; a route's own checks come before, as they name a field."""
         check_constants(self.constants)
-        self.state.check_model_name(self.values["model"])
+        self.state.find_adapter(self.values["model"])  # which refuses a name that nobody has
         return self.state.context_limit()

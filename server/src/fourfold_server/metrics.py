@@ -113,14 +113,14 @@ class _EngineCollector(Collector):
     ) -> GaugeMetricFamily | CounterMetricFamily:
         for link in self._client.links:
             for stage, value in enumerate(read(link)):
-                family.add_metric([self._model_name, str(link.engine), str(stage)], value)
+                family.add_metric([self._model_name, str(link.rank), str(stage)], value)
         return family
 
     def _family(
         self, family: GaugeMetricFamily | CounterMetricFamily, read: Callable[[EngineLink], float]
     ) -> GaugeMetricFamily | CounterMetricFamily:
         for link in self._client.links:
-            family.add_metric([self._model_name, str(link.engine)], read(link))
+            family.add_metric([self._model_name, str(link.rank)], read(link))
         return family
 
 

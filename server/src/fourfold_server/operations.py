@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
+from pathlib import Path
 
 from msgspec.structs import replace
 
 from fourfold.client.engine_client import EngineClient
 from fourfold.engine.operations import sleep_calls, update_calls
 from fourfold.engine.sleep import check_level, check_tags
-from fourfold.messages import TAGS, WEIGHTS
-from fourfold.supervision.deployment_state import changing_state
+from fourfold.errors import RequestError
+from fourfold.sleep_tags import TAGS, WEIGHTS
+from fourfold.supervision.deployment_state import WishedAdapter, changing_state
 
 
 class Operations:
@@ -52,3 +55,36 @@ class Operations:
             change.write(replace(change.state, weights=model))
             await self._client.call_all(update_calls(model), timeout=self._timeout)
             change.write(replace(change.state, asleep=tuple(tag for tag in change.state.asleep if tag != WEIGHTS)))
+
+    async def load_adapter(self, name: str, folder: str, taken: Sequence[str]) -> None:
+        """Let requests name a LoRA adapter, on all engines or none; ``taken`` are names that are not free for it."""
+        with changing_state(self._client.run_directory) as change:
+            before = change.state
+            if name in taken or any(adapter.name == name for adapter in before.adapters):
+                raise RequestError(f"a model {name!r} is served already; choose another name", parameter="lora_name")
+            adapter = wished_adapter(name, folder)
+            self._client.check_all_up()
+            try:
+                # Engines first: a name that can be read is a name that requests may use.
+                load = ("load_adapter", {"name": adapter.unique, "folder": adapter.folder})
+                await self._client.call_all([load], timeout=self._timeout)
+            except BaseException:
+                await self._client.call_all([("unload_adapter", {"name": adapter.unique})], timeout=self._timeout)
+                raise
+            change.write(replace(before, adapters=(*before.adapters, adapter)))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Let no more requests name a LoRA adapter; those that do are finished."""
+        with changing_state(self._client.run_directory) as change:
+            adapters = change.state.adapters
+            found = next((adapter for adapter in adapters if adapter.name == name), None)
+            if found is None:
+                raise RequestError(f"no LoRA adapter {name!r} is loaded", parameter="lora_name", status=404)
+            change.write(replace(change.state, adapters=tuple(one for one in adapters if one is not found)))
+            await self._client.call_all([("unload_adapter", {"name": found.unique})], timeout=self._timeout)
+
+
+def wished_adapter(name: str, folder: str) -> WishedAdapter:
+    """An adapter that is to be loaded."""
+    unique = f"{name}#{secrets.token_hex(8)}"
+    return WishedAdapter(name=name, folder=str(Path(folder).expanduser().absolute()), unique=unique)

@@ -21,6 +21,7 @@ def fourfold_routes() -> list[RoutesEntry]:
         ("openai_models", "fourfold_server.routes_models:models_router", "/v1/models"),
         ("tokenize", "fourfold_server.routes_tokenize:tokenize_router", "/tokenize, /detokenize"),
         ("operations", "fourfold_server.routes_operations:operations_router", "probes, /metrics, /version, /topology"),
+        ("adapters", "fourfold_server.routes_adapters:adapters_router", "/v1/load_lora_adapter and its opposite"),
         ("admin", "fourfold_server.routes_admin:admin_router", "/admin"),
     ]
     return [RoutesEntry(name=name, build=_lazy(target), summary=summary) for name, target, summary in routers]

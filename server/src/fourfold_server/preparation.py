@@ -114,6 +114,7 @@ def build_requests(
     # Checked as the client sent them, before max_tokens is cut to the context.
     asked = build_sampling(values, max_tokens=max_tokens, **sampling_fields)
     asked.check_vocabulary(model.vocabulary_size)
+    adapter = state.find_adapter(values["model"])
     parameter = "messages" if "messages" in values else "prompt"
     requests: list[AddRequest] = []
     for prompt in prompts:
@@ -132,6 +133,7 @@ def build_requests(
                     priority=values["priority"],
                     arrival_time=time.time(),
                     cache_salt=values["cache_salt"],
+                    adapter="" if adapter is None else adapter.unique,
                 )
             )
     return requests

@@ -9,19 +9,24 @@ from fourfold.errors import RequestError
 RANK_HEADER = "x-data-parallel-rank"
 
 
-def read_rank(headers: Headers, num_replicas: int) -> int | None:
-    """The rank that a request asks for; None: the load balancer chooses. Raises RequestError for what is no rank."""
+def read_rank(headers: Headers, ranks: range) -> int | None:
+    """The engine that a request asks for, by its rank among ``ranks``; None: the load balancer chooses.
+
+    Raises RequestError for what is no rank.
+    """
     value = headers.get(RANK_HEADER)
     if value is None:
         return None
-    return check_rank(value, num_replicas, parameter="X-Data-Parallel-Rank")
+    return check_rank(value, ranks, parameter="X-Data-Parallel-Rank")
 
 
-def check_rank(value: str, num_replicas: int, *, parameter: str, status: int = 400) -> int:
-    """The rank that ``value`` spells. Raises RequestError with ``status``."""
+def check_rank(value: str, ranks: range, *, parameter: str, status: int = 400) -> int:
+    """The engine whose rank ``value`` spells. Raises RequestError with ``status``."""
     text = value.strip()
-    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) < num_replicas):
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) in ranks):
         raise RequestError(
-            f"{parameter} is {value!r}; the ranks are 0 to {num_replicas - 1}", parameter=parameter, status=status
+            f"{parameter} is {value!r}; the ranks are {ranks.start} to {ranks.stop - 1}",
+            parameter=parameter,
+            status=status,
         )
-    return int(text)
+    return int(text) - ranks.start

@@ -6,9 +6,10 @@ All of it runs on the supervisor's thread.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -39,6 +40,15 @@ class Shape:
     num_api_servers: int
     log_level: str
     url: str = ""
+    local: range | None = None
+    """The engines on this node; None: all."""
+    first_rank: int = 0
+    """The rank of engine 0's replica."""
+
+    @property
+    def engines(self) -> range:
+        """The engines on this node."""
+        return range(self.num_engines) if self.local is None else self.local
 
     @property
     def coordinated(self) -> bool:
@@ -50,21 +60,48 @@ class Shape:
         return str(index) if self.num_api_servers > 1 else ""
 
 
+class Elsewhere(Protocol):
+    """Engines that other nodes start and watch."""
+
+    def restart(self, engine: int) -> None:
+        """Let an engine finish what it has and start it anew."""
+
+    def forget_client(self, client: int) -> None:
+        """Let all of them end the requests of an API server that has died."""
+
+
 class EngineRole:
-    """One engine core a data-parallel rank."""
+    """One engine core a data-parallel rank of this node; of others it knows what they tell."""
 
     vital = True
 
-    def __init__(self, shape: Shape, table: ProcessTable, module: str = "fourfold.engine.process") -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        table: ProcessTable,
+        module: str = "fourfold.engine.process",
+        *,
+        elsewhere: Elsewhere | None = None,
+        incarnations: Mapping[int, int] | None = None,
+    ) -> None:
+        """``incarnations``: of each engine the last one that somebody has heard of."""
         self._shape = shape
         self._table = table
         self._module = module
-        self._memory = SharedMemory() if shape.num_engines > 1 else None
+        self._elsewhere = elsewhere
+        self._memory = SharedMemory() if len(shape.engines) > 1 else None
         """What the replicas hold in common; alive as long as this process."""
         self._listeners: list[Callable[[EngineNotice], None]] = []
-        self._ready: dict[int, EngineReady] = {}
+        self._told: dict[int, list[EngineNotice]] = {}
+        """What was said of the present incarnation of each engine, or of the last one that it started."""
         self.processes = [
-            SupervisedProcess(role="engine_core", index=index, label=f"DP{index}") for index in range(shape.num_engines)
+            SupervisedProcess(
+                role="engine_core",
+                index=index,
+                label=f"DP{shape.first_rank + index}",
+                incarnation=(incarnations or {}).get(index, 0),
+            )
+            for index in shape.engines
         ]
 
     def add_listener(self, listener: Callable[[EngineNotice], None]) -> None:
@@ -73,26 +110,26 @@ class EngineRole:
 
     def present_state(self) -> list[EngineNotice]:
         """The notices from which a newcomer learns how things stand."""
-        notices: list[EngineNotice] = []
-        for process in self.processes:
-            if process.incarnation:
-                notices.append(EngineStarting(engine=process.index, incarnation=process.incarnation))
-            if process.index in self._ready:
-                notices.append(self._ready[process.index])
-                if process.planned_end:
-                    notices.append(EngineDraining(engine=process.index, incarnation=process.incarnation))
-        return notices
+        return [notice for told in self._told.values() for notice in told]
 
     def forget_client(self, client: int) -> None:
         """Let all engines end the requests of an API server that has died."""
         for process in self.processes:
             _order(process, ForgetClient(client=client))
+        if self._elsewhere is not None:
+            self._elsewhere.forget_client(client)
+
+    def restart_elsewhere(self, engine: int) -> None:
+        """See Engines."""
+        if self._elsewhere is not None:
+            self._elsewhere.restart(engine)
 
     def command(self, process: SupervisedProcess) -> ChildCommand:
         """See Role."""
         shape = self._shape
-        self._tell(EngineStarting(engine=process.index, incarnation=process.incarnation))
+        self.tell(EngineStarting(engine=process.index, incarnation=process.incarnation))
         arguments = [str(shape.run_directory), "--engine", str(process.index)]
+        arguments += ["--dp-rank", str(shape.first_rank + process.index)]
         arguments += ["--incarnation", str(process.incarnation), "--num-api-servers", str(shape.num_api_servers)]
         arguments += ["--log-level", shape.log_level]
         if shape.coordinated:
@@ -113,19 +150,17 @@ class EngineRole:
         """See Role."""
         if isinstance(report, EngineReady):
             self._table.set_workers(process.index, report.workers)
-            self._ready[process.index] = report
-            self._tell(report)
+            self.tell(report)
 
     def drain(self, process: SupervisedProcess) -> None:
         """See Engines."""
         # Listeners first: what they send after this, the engine may not see, and they know.
-        self._tell(EngineDraining(engine=process.index, incarnation=process.incarnation))
+        self.tell(EngineDraining(engine=process.index, incarnation=process.incarnation))
         _order(process, DrainEngine())
 
     def lost(self, process: SupervisedProcess, reason: str) -> None:
         """See Role."""
-        self._ready.pop(process.index, None)
-        self._tell(
+        self.tell(
             EngineDead(
                 engine=process.index, incarnation=process.incarnation, reason=reason, planned=process.planned_end
             )
@@ -133,10 +168,17 @@ class EngineRole:
 
     def gone(self, process: SupervisedProcess) -> None:
         """See Role."""
-        self._ready.pop(process.index, None)
         self._table.set_workers(process.index, [])
 
-    def _tell(self, notice: EngineNotice) -> None:
+    def tell(self, notice: EngineNotice) -> None:
+        """Tell every listener what becomes of an engine, of this node or of another one."""
+        told = self._told.setdefault(notice.engine, [])
+        if isinstance(notice, EngineStarting):
+            told.clear()
+        if isinstance(notice, EngineDead):
+            del told[1:]
+        else:
+            told.append(notice)
         for listener in self._listeners:
             listener(notice)
 

@@ -65,16 +65,15 @@ def read_text_fields(body: dict[str, Any], names: Sequence[str]) -> dict[str, st
 
 
 def _sleeping(state: ServerState) -> dict[str, Any]:
-    replicas = [{"rank": link.engine, "asleep": list(link.stats.asleep)} for link in state.client.links]
+    replicas = [{"rank": link.rank, "asleep": list(link.stats.asleep)} for link in state.client.links]
     return {"is_sleeping": any(replica["asleep"] for replica in replicas), "replicas": replicas}
 
 
 def _restart(state: ServerState, value: str) -> dict[str, int | str]:
     """Requests go on; what --drain-timeout leaves unfinished goes on elsewhere. `/topology` shows how it goes."""
     links = state.client.links
-    rank = check_rank(value, len(links), parameter="rank", status=404)
-    link = links[rank]
+    link = links[check_rank(value, state.client.ranks, parameter="rank", status=404)]
     if link.state is not EngineState.READY:
-        raise RequestError(f"replica {rank} is {link.state}; only a ready one can be restarted", status=409)
-    state.restart_engine(rank)
-    return {"rank": rank, "state": str(EngineState.DRAINING)}
+        raise RequestError(f"replica {link.rank} is {link.state}; only a ready one can be restarted", status=409)
+    state.restart_engine(link.engine)
+    return {"rank": link.rank, "state": str(EngineState.DRAINING)}

@@ -55,7 +55,7 @@ def _stages(state: ServerState) -> list[dict[str, Any]]:
         for index, stage in enumerate(link.ready.stages if link.ready is not None else ()):
             shares = link.stats.stage_bubble_shares
             busy = round(1 - shares[index], 3) if index < len(shares) else None
-            place = {"engine": link.engine, "stage": index, "ranks": stage.ranks}
+            place = {"engine": link.rank, "stage": index, "ranks": stage.ranks}
             rows.append({**place, "layers": [stage.first_layer, stage.last_layer], "busy_share": busy})
     return rows
 
@@ -77,7 +77,7 @@ def _unhealthy_reason(state: ServerState) -> str | None:
 def _progress(state: ServerState) -> dict[str, Any]:
     engines = [
         {
-            "engine": link.engine,
+            "engine": link.rank,
             "state": link.state,
             "running": link.stats.num_running,
             "waiting": link.stats.num_waiting,

@@ -18,6 +18,7 @@ import click
 
 from fourfold.config.click_options import ConfigCommand, config_options
 from fourfold.config.engine_config import EngineConfig
+from fourfold.config.node_plan import NodePlan, plan_nodes
 from fourfold.config.options import OptionSet
 from fourfold.config.resolution import resolve
 from fourfold.config.transport import encode_config
@@ -30,10 +31,12 @@ from fourfold_server.config import ServerConfig
 if TYPE_CHECKING:
     from socket import socket
 
+    from fourfold.models.description import ModelDescription
     from fourfold.supervision.parent_watch import ParentLink
     from fourfold.supervision.run_directory import RunDirectory
     from fourfold_server.acceptor import Acceptor
     from fourfold_server.loop_listener import LoopListener
+    from fourfold_server.node_hub import NodeHub
     from fourfold_server.process_table import ProcessTable
     from fourfold_server.roles import Shape
     from fourfold_server.supervised_process import Failure
@@ -82,17 +85,22 @@ def serve(
     from fourfold_server.listening_socket import listen, url_of
     from fourfold_server.roles import Shape
 
-    num_engines = config.parallel.data_parallel_size
-    num_api_servers = server_config.api_server_count or num_engines
-    name_process("api_server", "0" if num_api_servers > 1 else "", log_level=server_config.log_level)
+    plan = plan_nodes(config)
+    num_api_servers = server_config.api_server_count or plan.num_engines
+    role = ("node", "") if config.nodes.headless else ("api_server", "0" if num_api_servers > 1 else "")
+    name_process(*role, log_level=server_config.log_level)
     _raise_open_file_limit()
     for warning in registry.warnings:
         logger.warning("%s", warning)
-    config = _check_config(config, registry)
+    config = _check_config(config, server_config, registry)
+    if config.nodes.headless:
+        _serve_headless(plan, config, server_config, registry, parent)
+        return
     _check_certificate(server_config)
     with listen(server_config.host, server_config.port) as listener, RunDirectory.create() as run_directory:
         try:
             run_directory.write_file(CONFIG_FILE, encode_config(config))
+            _wish_adapters(run_directory, server_config)
             if num_api_servers > 1:
                 _prepare_sharing(run_directory, server_config)
         except OSError as error:
@@ -102,11 +110,14 @@ def serve(
         launch = _Launch(
             shape=Shape(
                 run_directory=run_directory.path,
-                num_engines=num_engines,
+                num_engines=plan.num_engines,
                 num_api_servers=num_api_servers,
                 log_level=server_config.log_level,
                 url=url_of(listener, secure=server_config.ssl_certfile is not None),
+                local=plan.local,
+                first_rank=plan.first_rank,
             ),
+            plan=plan,
             config=config,
             server_config=server_config,
             registry=registry,
@@ -125,6 +136,7 @@ class _Launch:
     """What a deployment starts with."""
 
     shape: Shape
+    plan: NodePlan
     config: EngineConfig
     server_config: ServerConfig
     registry: PluginRegistry
@@ -156,8 +168,10 @@ class _Launch:
         else:
             self.parent.on_stop(listener.end_requested)
         acceptor = Acceptor(self.listener, listener.take_connection)
-        supervisor = self._supervisor(acceptor, table, listener)
+        hub = self._hub(table)
+        supervisor = self._supervisor(acceptor, table, listener, hub)
         supervisor.start()
+        reason = "its head has failed"
         try:
             # Only now, so that the engine imports torch while this process imports its web framework.
             from fourfold_server.deployment import Deployment
@@ -176,21 +190,54 @@ class _Launch:
                 started=self.started,
             )
             listener.set_target(deployment)
-            return await deployment.run()
+            failure = await deployment.run()
+            reason = failure.message if failure is not None else ""
+            return failure
         finally:
             supervisor.close(grace=0)
+            if hub is not None:
+                hub.close(reason)
 
-    def _supervisor(self, acceptor: Acceptor, table: ProcessTable, listener: LoopListener) -> Supervisor:
+    def _hub(self, table: ProcessTable) -> NodeHub | None:
+        """Where other nodes join with their replicas; None where there are none."""
+        from fourfold.manifest import fingerprint
+        from fourfold.nodes.addresses import node_name
+        from fourfold_server.node_hub import NodeHub
+        from fourfold_server.node_table import NodeRow, NodeTable
+
+        own = self.config.nodes
+        name = os.uname().nodename
+        if self.plan.elsewhere or own.nnodes > 1:
+            name = node_name(own.master_address if own.nnodes > 1 else own.data_parallel_address)
+        ranks = [self.plan.first_rank + engine for engine in self.plan.local]
+        nodes = NodeTable(self.run_directory, NodeRow(node=name, role="head", replicas=ranks, state="running"))
+        if not self.plan.elsewhere:
+            return None
+        mine = fingerprint(self.config, self.registry.manifest, rank=self.plan.local.start)
+        return NodeHub(
+            self.config,
+            self.plan,
+            self.run_directory.path,
+            self.shape.num_api_servers,
+            mine,
+            table=table,
+            nodes=nodes,
+            on_failure=self.server_config.on_failure,
+        )
+
+    def _supervisor(
+        self, acceptor: Acceptor, table: ProcessTable, listener: LoopListener, hub: NodeHub | None
+    ) -> Supervisor:
         from fourfold_server.roles import ApiServerRole, CoordinatorRole, EngineRole
         from fourfold_server.supervisor import Role, Supervisor
 
-        engines = EngineRole(self.shape, table)
+        engines = EngineRole(self.shape, table, elsewhere=hub)
         engines.add_listener(listener.engine_changed)
         others: list[Role] = [
             ApiServerRole(self.shape, engines, acceptor, listener.server_ready),
             CoordinatorRole(self.shape, listener.server_ready),
         ]
-        return Supervisor(
+        supervisor = Supervisor(
             engines,
             others,
             table,
@@ -198,6 +245,30 @@ class _Launch:
             timeouts=self.config.timeouts,
             on_failure=self.server_config.on_failure,
         )
+        if hub is not None:
+            hub.start(supervisor, engines.tell)
+        return supervisor
+
+
+def _serve_headless(
+    plan: NodePlan,
+    config: EngineConfig,
+    server_config: ServerConfig,
+    registry: PluginRegistry,
+    parent: ParentLink | None,
+) -> None:
+    from fourfold.supervision.run_directory import CONFIG_FILE, RunDirectory
+    from fourfold_server.following import follow
+    from fourfold_server.headless import HeadlessNode
+
+    if config.nodes.nnodes > 1:
+        follow(config, registry, parent)
+        return
+    with RunDirectory.create() as run_directory:
+        run_directory.write_file(CONFIG_FILE, encode_config(config))
+        failure = HeadlessNode(plan, config, server_config, registry, run_directory).run(parent)
+    if failure is not None:
+        _end(failure)
 
 
 def _prepare_sharing(run_directory: RunDirectory, server_config: ServerConfig) -> None:
@@ -223,7 +294,34 @@ def _end(failure: Failure) -> NoReturn:
     raise ConfigError(failure.message) if failure.status == 2 else EngineError(failure.message)
 
 
-def _check_config(config: EngineConfig, registry: PluginRegistry) -> EngineConfig:
+def _wish_adapters(run_directory: RunDirectory, server_config: ServerConfig) -> None:
+    """Have every engine load the adapters of --lora-modules when it starts."""
+    from fourfold.supervision.deployment_state import DeploymentState, write_state
+    from fourfold_server.operations import wished_adapter
+
+    adapters = tuple(wished_adapter(name, folder) for name, folder in server_config.adapters)
+    write_state(run_directory.path, DeploymentState(adapters=adapters))
+
+
+def _check_adapters(config: EngineConfig, server_config: ServerConfig, description: ModelDescription) -> None:
+    from fourfold.checkpoints.adapter_file import read_adapter
+
+    adapters, lora = server_config.adapters, config.lora
+    if not adapters:
+        return
+    if not lora.enable_lora:
+        raise ConfigError("--lora-modules needs --enable-lora")
+    names = [*config.model.served_names, *(name for name, _ in adapters)]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"--lora-modules: the name {twice!r} is there twice, as a model or an adapter")
+    if len(adapters) > lora.max_loras:
+        raise ConfigError(f"--lora-modules has {len(adapters)} adapters, and --max-loras is {lora.max_loras}; raise it")
+    for _, folder in adapters:
+        read_adapter(Path(folder).expanduser(), description, max_rank=lora.max_lora_rank)
+
+
+def _check_config(config: EngineConfig, server_config: ServerConfig, registry: PluginRegistry) -> EngineConfig:
     """The config with ``auto`` resolved, after a look at the model's description."""
     from fourfold.checkpoints.progress import NoProgress
     from fourfold.checkpoints.resolve import describe_checkpoint
@@ -236,7 +334,9 @@ def _check_config(config: EngineConfig, registry: PluginRegistry) -> EngineConfi
         )
     resolved = resolve(config, registry)
     logger.info("%s", "; ".join(resolved.reasons))
-    check_cut(describe_checkpoint(config.model, registry, NoProgress()), config.parallel)
+    description = describe_checkpoint(config.model, registry, NoProgress())
+    check_cut(description, config.parallel)
+    _check_adapters(config, server_config, description)
     return resolved.config
 
 

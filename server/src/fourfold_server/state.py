@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from fourfold.client.engine_client import EngineClient
 from fourfold.contracts.load_balancer import EngineState
 from fourfold.errors import RequestError
+from fourfold.supervision.deployment_state import WatchedState, WishedAdapter
 from fourfold.text.served_model import ServedModel
 from fourfold_server.config import ServerConfig
 from fourfold_server.metrics import Metrics
@@ -45,12 +46,14 @@ class ServerState:
     metrics: Metrics = field(init=False)
     text_pool: TextPool = field(init=False)
     operations: Operations = field(init=False)
+    _wishes: WatchedState = field(init=False)
     body_timeouts: set[asyncio.Timeout] = field(default_factory=set)
     """Of the requests whose bodies are not whole yet."""
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.client, self.served_names[0], self.shared_metrics)
         self.text_pool = TextPool()
+        self._wishes = WatchedState(self.client.run_directory)
         self.operations = Operations(self.client, timeout=self.operation_timeout)
 
     def start_draining(self) -> None:
@@ -84,15 +87,26 @@ class ServerState:
             raise RequestError("no engine is ready; try again later", status=503)
         return limit
 
-    def check_model_name(self, name: str) -> None:
-        """Raise RequestError with status 404 for a model that is not served."""
-        if name not in self.served_names:
-            raise RequestError(
-                f"no model called {name!r}; served: {', '.join(self.served_names)}",
-                parameter="model",
-                code="model_not_found",
-                status=404,
-            )
+    @property
+    def adapters(self) -> Sequence[WishedAdapter]:
+        """LoRA adapters that requests may name as their model."""
+        return self._wishes.read().adapters
+
+    def find_adapter(self, name: str) -> WishedAdapter | None:
+        """The LoRA adapter of a name; None: it is the model's own. Raises RequestError with status 404 for others."""
+        if name in self.served_names:
+            return None
+        adapters = self.adapters
+        for adapter in adapters:
+            if adapter.name == name:
+                return adapter
+        served = [*self.served_names, *(adapter.name for adapter in adapters)]
+        raise RequestError(
+            f"no model called {name!r}; served: {', '.join(served)}",
+            parameter="model",
+            code="model_not_found",
+            status=404,
+        )
 
     def close(self) -> None:
         """End the threads; the client is its owner's to close. Twice is harmless."""

@@ -49,7 +49,7 @@ async def answer(
         AnswerHead(
             request_id=request_id,
             created=int(time.time()),
-            model=state.served_names[0],
+            model=request.values["model"] if requests[0].adapter else state.served_names[0],
             include_usage=request.include_usage,
         )
     )

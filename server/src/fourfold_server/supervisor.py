@@ -70,6 +70,9 @@ class Engines(Role, Protocol):
     def drain(self, process: SupervisedProcess) -> None:
         """Let it finish its requests and end."""
 
+    def restart_elsewhere(self, engine: int) -> None:
+        """Have another node restart its engine."""
+
 
 class Supervisor:
     """Owns the processes and the thread that decides over them."""
@@ -109,6 +112,15 @@ class Supervisor:
     def complete(self) -> bool:
         """Whether every process does its work. From any thread."""
         return all(process.ready and process.child is not None for process in self._all())
+
+    def post(self, task: Callable[[], None]) -> None:
+        """Run ``task`` on the supervisor's thread, while there is one. From any thread."""
+        self._events.put(task)
+
+    def give_up(self, failure: Failure) -> None:
+        """End the deployment for a reason that no process of it has. On the supervisor's thread."""
+        if not self._ended:
+            self._give_up(failure)
 
     def restart_engine(self, index: int) -> None:
         """Let an engine finish what it has and start it anew; nothing happens unless it is ready."""
@@ -211,7 +223,10 @@ class Supervisor:
     # --- a process ends ------------------------------------------------------------------------------------------
 
     def _drain_engine(self, index: int) -> None:
-        process = self._engines.processes[index]
+        process = next((one for one in self._engines.processes if one.index == index), None)
+        if process is None:
+            self._engines.restart_elsewhere(index)
+            return
         if process.child is None or not process.ready or process.planned_end or process.last_word is not None:
             return
         process.planned_end = True

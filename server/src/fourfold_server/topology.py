@@ -10,14 +10,18 @@ import msgspec
 from fourfold.client.engine_client import EngineClient
 from fourfold.config.parallel_config import ParallelConfig
 from fourfold.contracts.load_balancer import EngineState
+from fourfold.messages import EngineReady
 from fourfold.supervision.run_directory import ProcessState, running_processes
+from fourfold_server.node_table import NodeRow, read_nodes
 
 
 def read_topology(run_directory: Path, parallel: ParallelConfig, client: EngineClient) -> dict[str, Any]:
     """As JSON-able values; the same in every API server."""
     layout = parallel.layout
+    processes = running_processes(run_directory)
     return {
-        "processes": [_without_start_time(state) for state in running_processes(run_directory)],
+        "nodes": [msgspec.to_builtins(row) for row in _nodes(run_directory, processes)],
+        "processes": [_shown(state) for state in processes],
         "groups": {
             "tp": layout.tp_groups(),
             "pp": layout.pp_groups(),
@@ -26,17 +30,39 @@ def read_topology(run_directory: Path, parallel: ParallelConfig, client: EngineC
         },
         "replicas": [
             {
-                "rank": link.engine,
-                "label": f"DP{link.engine}",
+                "rank": link.rank,
+                "label": f"DP{link.rank}",
                 "state": "running" if link.state is EngineState.READY else str(link.state),
                 "incarnation": link.incarnation,
+                **_communicators(link.ready),
             }
             for link in client.links
         ],
     }
 
 
-def _without_start_time(state: ProcessState) -> dict[str, Any]:
+def _communicators(ready: EngineReady | None) -> dict[str, str]:
+    """What moves tensors in which group, where there are any and it is known."""
+    found = "" if ready is None else ready.backends.get("comm", "")
+    return {"comm": found} if found not in ("", "none") else {}
+
+
+def _nodes(run_directory: Path, processes: list[ProcessState]) -> list[NodeRow]:
+    """Nodes that have replicas, then those that have ranks only, which are known from their processes."""
+    rows = read_nodes(run_directory)
+    known = {row.node for row in rows}
+    replicas: dict[str, set[int]] = {}
+    for process in processes:
+        if process.node and process.node not in known:
+            replicas.setdefault(process.node, set()).add(int(process.label.partition(".")[0].removeprefix("DP")))
+    return rows + [
+        NodeRow(node=node, role="ranks", replicas=sorted(ranks), state="running") for node, ranks in replicas.items()
+    ]
+
+
+def _shown(state: ProcessState) -> dict[str, Any]:
     shown: dict[str, Any] = msgspec.to_builtins(state)
     del shown["start_time"]
+    if not state.node:
+        del shown["node"]
     return shown

@@ -16,14 +16,15 @@ from typing import Any
 import msgspec
 import zmq
 
+from fourfold.addresses import api_address, coordinator_address
 from fourfold.client.engine_link import LINGER_MILLISECONDS, EngineLink
 from fourfold.client.in_flight import InFlight, Receiver
 from fourfold.client.load_table import LoadTable
 from fourfold.client.request_stream import RequestStream
 from fourfold.client.utility_calls import UtilityCalls
-from fourfold.contracts.load_balancer import BalancedRequest, EngineLoads, EngineState, LoadBalancer
+from fourfold.contracts.load_balancer import EngineLoads, EngineState, LoadBalancer
 from fourfold.engine.operations import Call
-from fourfold.engine.prefix_cache import prompt_marks, read_marks
+from fourfold.engine.prefix_cache import read_marks
 from fourfold.errors import EngineError, RequestError
 from fourfold.messages import (
     AbortRequests,
@@ -64,18 +65,26 @@ class EngineClient:
         block_size: int = 16,
         utility_timeout: float = 60.0,
         coordinated: bool = False,
+        first_rank: int = 0,
     ) -> None:
-        """``coordinated``: a coordinator tells how engines stand of which nothing is heard directly."""
+        """``coordinated``: a coordinator tells how engines stand of which nothing is heard directly.
+
+        ``first_rank`` is the rank of the first engine's replica.
+        """
         self.api_index = api_index
+        self.first_rank = first_rank
         self.run_directory = run_directory
-        self._address = f"ipc://{run_directory}/api-{api_index}"
+        self._address = api_address(run_directory, api_index)
         self._balancer = balancer
         self._block_size = block_size
         self._utility_timeout = utility_timeout
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._table = LoadTable(num_engines, api_index)
-        self._links = [EngineLink(self._context, run_directory, engine, self._table) for engine in range(num_engines)]
-        self._coordinator = f"ipc://{run_directory}/coordinator" if coordinated else None
+        self._links = [
+            EngineLink(self._context, run_directory, engine, self._table, first_rank=first_rank)
+            for engine in range(num_engines)
+        ]
+        self._coordinator = coordinator_address(run_directory) if coordinated else None
         self._decoder = msgspec.msgpack.Decoder(ApiServerInput)
         self._requests: dict[str, InFlight] = {}
         self._utilities = UtilityCalls(api_index, self._links)
@@ -119,7 +128,7 @@ class EngineClient:
 
     def _place(self, in_flight: InFlight, engine: int | None = None) -> None:
         if engine is None:
-            engine = self._balancer.choose(self._balanced(in_flight.request), self.loads)
+            engine = self._balancer.choose(in_flight.balanced(self._block_size), self.loads)
             if self._links[engine].state is not EngineState.READY:
                 state = self._links[engine].state
                 raise EngineError(f"the load balancer chose engine {engine}, which is {state}; use another one")
@@ -172,6 +181,11 @@ class EngineClient:
     def links(self) -> list[EngineLink]:
         """One an engine, to look at."""
         return self._links
+
+    @property
+    def ranks(self) -> range:
+        """The replicas, by their ranks."""
+        return range(self.first_rank, self.first_rank + len(self._links))
 
     @property
     def loads(self) -> EngineLoads:
@@ -356,11 +370,3 @@ class EngineClient:
             del self._requests[output.request_id]
         if not in_flight.deliver(output):
             self.abort([output.request_id])
-
-    def _balanced(self, request: AddRequest) -> BalancedRequest:
-        tokens, salt = request.prompt_token_ids, request.cache_salt
-        return BalancedRequest(
-            num_prompt_tokens=len(tokens),
-            max_tokens=request.sampling.max_tokens or 0,
-            read_marks=lambda: prompt_marks(tokens, self._block_size, salt),
-        )

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from fourfold.addresses import engine_address
 from fourfold.client.load_table import LoadTable
 from fourfold.contracts.load_balancer import EngineState
 from fourfold.errors import RequestError
@@ -23,9 +24,17 @@ class EngineLink:
     """The way to one engine. A new incarnation gets a new socket, so that nothing meant for the old one reaches it."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], run_directory: Path, engine: int, table: LoadTable
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        run_directory: Path,
+        engine: int,
+        table: LoadTable,
+        *,
+        first_rank: int = 0,
     ) -> None:
         self.engine = engine
+        self.rank = first_rank + engine
+        """Of its replica, counted over all nodes; ``engine`` counts those that this API server knows."""
         self.incarnation: int | None = None
         """None until the first one is known; messages of others are dropped."""
         self.ready: EngineReady | None = None
@@ -36,7 +45,7 @@ class EngineLink:
         """When a step was last heard of, or waited for anew."""
         self._table = table
         self._context = context
-        self._address = f"ipc://{run_directory}/engine-{engine}"
+        self._run_directory = run_directory
         self._encoder = msgspec.msgpack.Encoder()
         self._socket: zmq.Socket[bytes] | None = None
 
@@ -55,7 +64,7 @@ class EngineLink:
         if self._socket is None:
             self._socket = self._context.socket(zmq.PUSH)
             self._socket.set_hwm(MAX_UNSENT_MESSAGES)
-            self._socket.connect(self._address)
+            self._socket.connect(engine_address(self._run_directory, self.engine, self.incarnation or 0))
         try:
             self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again as error:

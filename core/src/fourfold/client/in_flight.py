@@ -8,6 +8,8 @@ from collections.abc import Callable
 import msgspec
 
 from fourfold.client.engine_link import EngineLink
+from fourfold.contracts.load_balancer import BalancedRequest
+from fourfold.engine.prefix_cache import prompt_marks
 from fourfold.messages import AddRequest, FinishReason, RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,15 @@ class InFlight:
         self.num_uncomputed = len(request.prompt_token_ids) + len(self.output_token_ids)
         self.num_tokens = len(request.prompt_token_ids) + (request.sampling.max_tokens or 0)
         link.begin(self.num_tokens)
+
+    def balanced(self, block_size: int) -> BalancedRequest:
+        """What a balancer needs to know of it; ``block_size`` is that of the cache."""
+        tokens, salt, adapter = self.request.prompt_token_ids, self.request.cache_salt, self.request.adapter
+        return BalancedRequest(
+            num_prompt_tokens=len(tokens),
+            max_tokens=self.request.sampling.max_tokens or 0,
+            read_marks=lambda: prompt_marks(tokens, block_size, salt, adapter),
+        )
 
     def take(self, token_ids: list[int]) -> None:
         """Note what an output brought."""

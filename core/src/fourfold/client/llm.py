@@ -10,10 +10,11 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
+from fourfold.client.choice_batch import Choice, ChoiceBatch, EngineCores
 from fourfold.client.frozen_heap import frozen_heap
 from fourfold.client.replicas import Replicas
 from fourfold.client.request_result import CompletionOutput, RequestResult
@@ -25,7 +26,7 @@ from fourfold.engine.executor_client import ExecutorClient
 from fourfold.engine.operations import Call, sleep_calls, update_calls
 from fourfold.engine.sleep import check_level, check_tags
 from fourfold.errors import ConfigError, EngineError, ExecutorClosed, RequestError, Unsupported
-from fourfold.messages import AddRequest, FinishReason, RequestOutput
+from fourfold.messages import AddRequest, FinishReason
 from fourfold.plugins import load_plugins
 from fourfold.sampling_params import MAX_SEED, SamplingParams
 from fourfold.text.output_processor import Delta, OutputProcessor
@@ -65,7 +66,7 @@ class LLM:
         self._events = registry.events
         self.vocabulary_size = self._text.vocabulary_size
         """Token ids are 0 to this, exclusive."""
-        self._core: _Core | None
+        self._core: EngineCores | None
         self._client: ExecutorClient | None
         several = self.config.parallel.data_parallel_size > 1
         # Replicas that somebody else launched are each a process like this one.
@@ -77,6 +78,8 @@ class LLM:
             self._core, self._client, self._ready = built.core, built.client, built.ready
         self._seeds = random.Random(self.config.model.effective_seed)
         self._serial = itertools.count()
+        self._adapters: dict[str, str] = {}
+        """Name -> the name by which engines have it."""
         self._pid = os.getpid()
         if self._client is not None:  # processes of their own tell their plugins themselves
             self._events.engine_started(self._ready)
@@ -134,6 +137,24 @@ class LLM:
         """Forget all cached prefixes."""
         self._operate([("reset_prefix_cache", {})])
 
+    def load_adapter(self, name: str, folder: str | os.PathLike[str]) -> None:
+        """Load a LoRA adapter in PEFT's format, which ``generate`` and ``chat`` then take by its name.
+
+        Needs ``enable_lora=True``. Raises RequestError for a name that is taken, ConfigError (RequestError from several
+        replicas) for an adapter that does not fit the model.
+        """
+        if name in self._adapters:
+            raise RequestError(f"a LoRA adapter {name!r} is loaded already; unload it first")
+        # A name of its own for each load, so that nothing cached outlives an adapter.
+        unique = f"{name}#{next(self._serial)}"
+        self._operate([("load_adapter", {"name": unique, "folder": str(Path(folder).absolute())})])
+        self._adapters[name] = unique
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter. Raises RequestError for one that is not loaded."""
+        self._operate([("unload_adapter", {"name": self._find_adapter(name)})])
+        del self._adapters[name]
+
     def start_profile(self, folder: str | os.PathLike[str]) -> None:
         """Trace every rank until ``stop_profile``; raises WorkerError where a profile is running."""
         self._open_client().start_profile(folder)
@@ -143,15 +164,20 @@ class LLM:
         return self._open_client().stop_profile()
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str | None = None,
     ) -> list[RequestResult]:
         """Go on from every prompt; results are in the order of ``prompts``.
 
-        ``params`` are one for all prompts or one each. Raises RequestError, before anything runs, for a prompt or
-        parameter that cannot work, and EngineError when the engine fails.
+        ``params`` are one for all prompts or one each, ``adapter`` is the name of a loaded LoRA adapter. Raises
+        RequestError, before anything runs, for a prompt or parameter that cannot work, and EngineError when the engine
+        fails.
         """
         several = _as_list(prompts)
-        return self._run([self._encode(prompt, place) for place, prompt in enumerate(several)], params)
+        return self._run([self._encode(prompt, place) for place, prompt in enumerate(several)], params, adapter)
 
     def chat(
         self,
@@ -161,6 +187,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        adapter: str | None = None,
     ) -> list[RequestResult]:
         """Answer one conversation, or each of several; raises like ``generate``.
 
@@ -181,12 +208,17 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self._run([_Encoded(None, token_ids) for token_ids in encoded], params)
+        return self._run([_Encoded(None, token_ids) for token_ids in encoded], params, adapter)
 
     def _operate(self, calls: Sequence[Call]) -> None:
         if self._core is None:
             raise ExecutorClosed("this LLM is closed; build another one")
         self._core.operate(calls, timeout=self.config.timeouts.startup_timeout)
+
+    def _find_adapter(self, name: str) -> str:
+        if name not in self._adapters:
+            raise RequestError(f"no LoRA adapter {name!r} is loaded; load_adapter does it", parameter="adapter")
+        return self._adapters[name]
 
     def _open_client(self) -> ExecutorClient:
         if self._core is None:
@@ -219,7 +251,10 @@ class LLM:
         return _Encoded(None, token_ids)
 
     def _run(
-        self, prompts: Sequence[_Encoded], params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: Sequence[_Encoded],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        adapter: str | None,
     ) -> list[RequestResult]:
         if self._core is None:
             raise ExecutorClosed("this LLM is closed; build another one")
@@ -227,18 +262,19 @@ class LLM:
             # Threads and locks of torch do not live on in a fork: the first step would wait for ever.
             raise EngineError(f"this LLM belongs to process {self._pid}, and this is a fork of it; build one here")
         several = _params_of(params, len(prompts))
+        unique = "" if adapter is None else self._find_adapter(adapter)
         choices = [
             choice
             for place, (prompt, sampling) in enumerate(zip(prompts, several))
-            for choice in self._choices(prompt, sampling, place)
+            for choice in self._choices(prompt, sampling, place, unique)
         ]
         # The engine refuses more than it lets wait; the rest is added as requests end.
         with frozen_heap():
-            _Batch(self._core, choices, limit=self.config.scheduler.max_num_waiting).run()
+            ChoiceBatch(self._core, choices, limit=self.config.scheduler.max_num_waiting).run()
         following = iter(choices)
         return [_result(prompt, list(itertools.islice(following, one.n))) for prompt, one in zip(prompts, several)]
 
-    def _choices(self, prompt: _Encoded, sampling: SamplingParams, place: int) -> Iterator[_Choice]:
+    def _choices(self, prompt: _Encoded, sampling: SamplingParams, place: int, adapter: str) -> Iterator[Choice]:
         limit, size = self._ready.max_model_len, self._text.vocabulary_size
         num_prompt = len(prompt.token_ids)
         if not 0 < num_prompt < limit:
@@ -262,27 +298,9 @@ class LLM:
                 sampling=msgspec.structs.replace(sampling, n=1, max_tokens=max_tokens, seed=choice_seed(seed, index)),
                 eos_token_ids=self._text.eos_token_ids,
                 arrival_time=time.time(),
+                adapter=adapter,
             )
-            yield _Choice(request, OutputProcessor(self.tokenizer, request.sampling, prompt.token_ids), Delta(), [])
-
-
-class _Core(Protocol):
-    """An engine core in this process, or several in others."""
-
-    def add(self, request: AddRequest) -> RequestOutput | None:
-        """Take a request; returns its only output if it is refused."""
-
-    def step(self) -> Mapping[int, list[RequestOutput]]:
-        """Advance; returns what came."""
-
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests."""
-
-    def operate(self, calls: Sequence[Call], *, timeout: float) -> None:
-        """Call methods of all engine cores."""
-
-    def shutdown(self) -> None:
-        """End everything."""
+            yield Choice(request, OutputProcessor(self.tokenizer, request.sampling, prompt.token_ids), Delta(), [])
 
 
 class _Encoded(NamedTuple):
@@ -292,69 +310,7 @@ class _Encoded(NamedTuple):
     token_ids: list[int]
 
 
-class _Choice(NamedTuple):
-    """One engine request and what has come of it."""
-
-    request: AddRequest
-    processor: OutputProcessor
-    total: Delta
-    held: list[int]
-    """Token ids whose text is still to be found."""
-
-
-class _Batch:
-    """Runs choices to their ends; whatever interrupts it, none is left in the engine."""
-
-    def __init__(self, core: _Core, choices: Sequence[_Choice], *, limit: int) -> None:
-        self._core = core
-        self._limit = limit
-        self._waiting = iter(choices)
-        self._running: dict[str, _Choice] = {}
-
-    def run(self) -> None:
-        """Return when every choice has ended. Raises RequestError and EngineError."""
-        try:
-            self._fill()
-            while self._running:
-                for outputs in self._core.step().values():
-                    for output in outputs:
-                        self._take(output)
-                self._fill()
-        finally:
-            if self._running:
-                self._core.abort(list(self._running))
-
-    def _fill(self) -> None:
-        for choice in itertools.islice(self._waiting, self._limit - len(self._running)):
-            self._running[choice.request.request_id] = choice
-            refusal = self._core.add(choice.request)
-            if refusal is not None:
-                self._take(refusal)
-
-    def _take(self, output: RequestOutput) -> None:
-        choice = self._running.get(output.request_id)
-        if choice is None:
-            return
-        if not choice.processor.looks_at_text and output.logprobs is None:
-            # Nobody sees the text before its end, and all of it at once takes a fraction of the time.
-            choice.held.extend(output.token_ids)
-            if output.finish_reason is None and output.prompt_logprobs is None and not output.num_cached_tokens:
-                return
-            output.token_ids = choice.held[:]
-            choice.held.clear()
-        delta = choice.processor.process(output)
-        choice.total.merge(delta)
-        if delta.finish_reason is None:
-            return
-        del self._running[output.request_id]
-        if output.finish_reason is None:
-            self._core.abort([output.request_id])
-        elif delta.finish_reason is FinishReason.ERROR:
-            message = delta.error or "the engine failed on a request"
-            raise RequestError(message, status=delta.error_status) if delta.error_status < 500 else EngineError(message)
-
-
-def _result(prompt: _Encoded, choices: Sequence[_Choice]) -> RequestResult:
+def _result(prompt: _Encoded, choices: Sequence[Choice]) -> RequestResult:
     outputs = []
     for index, choice in enumerate(choices):
         total, wanted = choice.total, choice.request.sampling.logprobs is not None

@@ -144,7 +144,8 @@ class Replicas:
         level = logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower()
         for engine in range(self._num_engines):
             self._call(partial(self._client.hear, EngineStarting(engine=engine, incarnation=_INCARNATION)))
-            arguments = [str(self._run_directory.path), "--engine", str(engine), "--incarnation", str(_INCARNATION)]
+            arguments = [str(self._run_directory.path), "--engine", str(engine), "--dp-rank", str(engine)]
+            arguments += ["--incarnation", str(_INCARNATION)]
             arguments += ["--num-api-servers", "1", "--log-level", level]
             self._children.start(
                 ChildCommand(

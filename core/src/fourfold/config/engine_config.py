@@ -8,7 +8,9 @@ from typing import Any
 
 from fourfold.config.backend_config import BackendConfig
 from fourfold.config.cache_config import CacheConfig
+from fourfold.config.lora_config import LoraConfig
 from fourfold.config.model_config import ModelConfig
+from fourfold.config.node_config import NodeConfig
 from fourfold.config.parallel_config import ParallelConfig
 from fourfold.config.scheduler_config import SchedulerConfig
 from fourfold.config.timeout_config import TimeoutConfig
@@ -22,7 +24,9 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     backends: BackendConfig = field(default_factory=BackendConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
+    nodes: NodeConfig = field(default_factory=NodeConfig)
     plugins: Mapping[str, Any] = field(default_factory=dict)
     """Settings of plugins: plugin name -> its own frozen dataclass."""

@@ -92,3 +92,20 @@ class Executor(Protocol):
 
     def shutdown(self) -> None:
         """End all workers. Idempotent, and safe in any half-built state."""
+
+
+class Follower(Protocol):
+    """Has the ranks of one node, of an engine whose executor is on another node."""
+
+    name: str
+    """What messages call this node."""
+
+    def run(self) -> None:
+        """Join the engine, and the next one if it is restarted; returns after its end or ``stop``.
+
+        No process is left then. Raises ConfigError if this node is refused, EngineError for an engine that does not
+        come, or not come back.
+        """
+
+    def stop(self) -> None:
+        """Let ``run`` end the ranks and return. From any thread, and from a signal's handler."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from fourfold.addresses import api_address, coordinator_address
 from fourfold.coordinator.load_board import LoadBoard
 from fourfold.messages import CoordinatorInput, EngineReport, LoadReports
 
@@ -29,12 +30,12 @@ class CoordinatorLoop:
         self._board = LoadBoard(num_engines, num_clients)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._inputs = self._context.socket(zmq.PULL)
-        self._inputs.bind(f"ipc://{run_directory}/coordinator")
+        self._inputs.bind(coordinator_address(run_directory))
         self._clients = []
         for client in range(num_clients):
             outlet = self._context.socket(zmq.PUSH)
             outlet.set_hwm(_MAX_UNSENT)
-            outlet.connect(f"ipc://{run_directory}/api-{client}")
+            outlet.connect(api_address(run_directory, client))
             self._clients.append(outlet)
         self._stop_lock = threading.Lock()
         self._stop_event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)

@@ -26,7 +26,6 @@ from fourfold.selection import AUTO, COMM_GROUPS, names_by_key, select
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from fourfold.config.engine_config import EngineConfig
     from fourfold.contracts.communicator import Communicator
     from fourfold.entries import WorkerContext
     from fourfold.plugins import PluginRegistry
@@ -37,6 +36,8 @@ BUILD_TIMEOUT: Final = 60.0
 """Seconds for building one communicator; a compiler may run meanwhile."""
 _LOOK_EVERY: Final = 0.25
 CPU: Final = torch.device("cpu")
+ONE_HOST: Final = "one_host"
+"""The capability of communicators that connect ranks of one host alone; no other group is offered them."""
 
 
 def connect(context: WorkerContext, registry: PluginRegistry, *, device: torch.device) -> ModelParallel:
@@ -51,7 +52,7 @@ def connect(context: WorkerContext, registry: PluginRegistry, *, device: torch.d
         return initialize_model_parallel(layout, context.rank, _nobody)
     if context.open_store is None:
         raise ConfigError(f"{layout} has {layout.world_size} ranks, and this executor gives them no place to meet")
-    connector = _Connector(context.config, registry, context.open_store(), device)
+    connector = _Connector(context, registry, context.open_store(), device)
     return initialize_model_parallel(layout, context.rank, connector.links, log=connector.log)
 
 
@@ -79,8 +80,10 @@ class _Group:
 
 
 class _Connector:
-    def __init__(self, config: EngineConfig, registry: PluginRegistry, store: Any, device: torch.device) -> None:
-        self._config = config
+    def __init__(self, context: WorkerContext, registry: PluginRegistry, store: Any, device: torch.device) -> None:
+        config = self._config = context.config
+        self._host = f"{context.node} {host_identity()}".encode()
+        self._address = context.address
         self._entries = registry.communicators()
         self._names = names_by_key("--comm", config.backends.comm, COMM_GROUPS)
         self._store = store
@@ -104,9 +107,7 @@ class _Connector:
     def _connect(self, name: GroupName, ranks: tuple[int, ...], rank: int) -> GroupLinks:
         store = scoped(self._store, f"{name} {ranks[0]}")
         what = f"meeting in group {name}"
-        hosts = exchange(
-            store, "hosts", host_identity().encode(), rank=rank, ranks=ranks, timeout=self._startup, what=what
-        )
+        hosts = exchange(store, "hosts", self._host, rank=rank, ranks=ranks, timeout=self._startup, what=what)
         group = _Group(
             name=name, ranks=ranks, rank=rank, store=store, device=self._device, one_host=len(set(hosts)) == 1
         )
@@ -119,6 +120,8 @@ class _Connector:
     def _choose(self, group: _Group, wanted: str) -> tuple[str, Communicator]:
         """The first communicator that works on all ranks; the group's first rank proposes."""
         remaining: Mapping[str, CommunicatorEntry] = self._entries
+        if wanted == AUTO and not group.one_host:
+            remaining = {key: entry for key, entry in remaining.items() if ONE_HOST not in entry.capabilities}
         vetoes: list[str] = []
         while True:
             name = self._proposal(group, remaining, wanted, vetoes)
@@ -163,6 +166,7 @@ class _Connector:
             store=scoped(group.store, f"{name} {attempt}"),
             timeout=min(timeouts.stall_timeout, timeouts.rpc_timeout),
             one_host=group.one_host,
+            address=self._address,
         )
         entry = self._entries[name]
         built: list[Communicator] = []

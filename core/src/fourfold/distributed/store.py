@@ -6,6 +6,7 @@ Every wait has a deadline and names the ranks that it waited for.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +34,19 @@ def open_store(rendezvous: str, *, world_size: int, timeout: float) -> Any:
         return TCPStore(url.hostname, url.port, is_master=False, timeout=timedelta(seconds=timeout))
     except RuntimeError as error:
         raise EngineError(f"no store answers at {rendezvous} within {timeout:g} s: {error}") from error
+
+
+def host_store(listener: socket.socket, *, timeout: float) -> Any:
+    """The store of whoever connects to ``listener``, which it takes over; it is there as long as somebody holds it."""
+    host, port = listener.getsockname()[:2]
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+        master_listen_fd=listener.detach(),
+    )
 
 
 def scoped(store: Any, prefix: str) -> Any:

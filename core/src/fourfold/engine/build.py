@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fourfold.checkpoints.progress import NoProgress
 from fourfold.checkpoints.resolve import describe_checkpoint
 from fourfold.config.engine_config import EngineConfig
+from fourfold.config.node_plan import plan_nodes
 from fourfold.config.parallel_config import ParallelConfig
 from fourfold.engine.cache_plan import plan_cache
 from fourfold.engine.engine_core import EngineCore
@@ -47,7 +48,14 @@ def build_engine(config: EngineConfig, registry: PluginRegistry, *, dp_rank: int
     scheduler = select("scheduler", registry.schedulers(), config.backends.scheduler, config)
     executor = select("executor", registry.executors(), config.backends.executor, config)
     logger.debug("%s; %s", executor.reason, scheduler.reason)  # the names were chosen, and logged, before
-    context = ExecutorContext(config=config, layout=config.parallel.layout, dp_rank=dp_rank)
+    nodes = plan_nodes(config)
+    context = ExecutorContext(
+        config=config,
+        layout=config.parallel.layout,
+        dp_rank=dp_rank,
+        first_local_rank=nodes.first_local_rank(dp_rank),
+        local_workers=nodes.local_workers,
+    )
     client = ExecutorClient(executor.entry.build(context), config, started=started)
     try:
         client.on_failure(lambda error: _tell_lost(registry, error))

@@ -11,6 +11,7 @@ from typing import Protocol
 from fourfold.config.engine_config import EngineConfig
 from fourfold.contracts.kv_cache_spec import KVCacheConfig
 from fourfold.contracts.scheduling_policy import SchedulingPolicy
+from fourfold.engine.adapters import AdapterClient, Adapters
 from fourfold.engine.kv_cache_manager import KVCacheManager, request_capacity
 from fourfold.engine.operations import Call
 from fourfold.engine.request import Request
@@ -31,7 +32,7 @@ class StepReply(Protocol):
         """Wait for it; raises TimeoutError, and what ended the step."""
 
 
-class StepClient(MemoryClient, Protocol):
+class StepClient(MemoryClient, AdapterClient, Protocol):
     """What the core needs of ``fourfold.engine.executor_client.ExecutorClient``."""
 
     @property
@@ -98,6 +99,7 @@ class EngineCore:
         self._stage_watch = StageWatch(client, self._scheduler.stats) if is_pipeline else None
         self._in_flight: deque[tuple[Batch, StepReply, float]] = deque()
         self._sleep = Sleep(client, self._scheduler.stats)
+        self._adapters = Adapters(client, config.lora)
 
     @property
     def has_work(self) -> bool:
@@ -124,7 +126,8 @@ class EngineCore:
             limit = min(limit, num_prompt + request.sampling.max_tokens)
         # The last token is never computed itself, so it needs no place in the cache. A request that outgrows the
         # whole cache ends there with LENGTH, as at the end of the context.
-        scheduler.add(Request(request, max_total=min(limit, self._capacity + 1)))
+        slot = self._adapters.slot_of(request.adapter) if request.adapter else 0
+        scheduler.add(Request(request, max_total=min(limit, self._capacity + 1), adapter_slot=slot))
         return None
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -170,6 +173,8 @@ class EngineCore:
         waited += perf_counter() - waiting_since
         outputs = self._scheduler.update(batch, output)
         self._in_flight.popleft()
+        if self._adapters.are_leaving:
+            self._drop_adapters()
         self._count(started, min(waited, output.forward_seconds))
         if self._stage_watch is not None:
             self._stage_watch.step_returned(started=started, air_is_empty=not self._in_flight)
@@ -243,6 +248,19 @@ class EngineCore:
         """
         self._sleep.load_weights(model)
 
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Load a LoRA adapter, for requests that name it. Raises RequestError and ConfigError; then nothing changes."""
+        self._drop_adapters()
+        self._adapters.load(name, folder)
+
+    def unload_adapter(self, name: str) -> None:
+        """Take no more requests for an adapter, and forget it when those that there are have ended."""
+        self._adapters.unload(name)
+        self._drop_adapters()
+
+    def _drop_adapters(self) -> None:
+        self._adapters.drop(request.adapter for request in self._scheduler.requests.values())
+
     def prefix_marks(self) -> bytes:
         """What the prefix cache holds, as ``EngineStats.prefix_marks``; some 0.1 ms."""
         return self._scheduler.prefix_marks()
@@ -304,6 +322,8 @@ class EngineCore:
                 parameter="prompt",
             )
         request.sampling.check_vocabulary(self._vocabulary_size)
+        if request.adapter:
+            self._adapters.slot_of(request.adapter)
 
     def _count(self, started: float, forward_seconds: float) -> None:
         stats = self._scheduler.stats

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
+from fourfold.addresses import api_address, coordinator_address, engine_address
 from fourfold.engine.operations import OPERATIONS
 from fourfold.errors import ConfigError, FourfoldError, RequestError
 from fourfold.messages import (
@@ -101,13 +102,13 @@ class EngineLoop:
         self._incarnation = incarnation
         self._context = zmq.Context()
         self._inputs = self._context.socket(zmq.PULL)
-        self._inputs.bind(f"ipc://{run_directory}/engine-{engine}")
+        self._inputs.bind(engine_address(run_directory, engine, incarnation))
         self._clients = [
-            _Peer(self._context, f"ipc://{run_directory}/api-{index}", _MAX_QUEUED_OUTPUTS)
+            _Peer(self._context, api_address(run_directory, index), _MAX_QUEUED_OUTPUTS)
             for index in range(num_api_servers)
         ]
         self._coordinator = (
-            _Peer(self._context, f"ipc://{run_directory}/coordinator", _MAX_QUEUED_REPORTS) if coordinated else None
+            _Peer(self._context, coordinator_address(run_directory), _MAX_QUEUED_REPORTS) if coordinated else None
         )
         self._orders: deque[EngineOrder] = deque()
         self._draining = False

@@ -128,6 +128,20 @@ class ExecutorClient:
         """Read the weights of ``model`` on every rank; raises ConfigError, and then there are none."""
         self._call_all("load_weights", model)
 
+    def load_adapter(self, slot: int, folder: str) -> None:
+        """Read a LoRA adapter into a slot of every rank. Raises ConfigError for one that does not fit, and then no rank
+        has it.
+        """
+        try:
+            self._call_all("load_adapter", slot, folder)
+        except ConfigError:
+            self.unload_adapter(slot)
+            raise
+
+    def unload_adapter(self, slot: int) -> None:
+        """Empty a slot of every rank."""
+        self._call_all("unload_adapter", slot)
+
     def _call_all(self, method: str, *args: object) -> None:
         """Call all ranks for what may take as long as a start; what a rank refuses comes out as ConfigError."""
         try:

@@ -71,7 +71,7 @@ class KVCacheManager:
         if not self._prefix_caching or request.wants_prompt_logprobs:
             return 0
         limit = (len(request.token_ids) - 1) // self.block_size
-        extend_chain(request.digests, request.token_ids, limit, self.block_size, request.cache_salt)
+        self._extend_chain(request, limit)
         digests = request.digests if len(request.digests) == limit else request.digests[:limit]
         return longest_hit(digests, self.pools, self._window_blocks) * self.block_size
 
@@ -128,7 +128,7 @@ class KVCacheManager:
         """
         full = request.num_confirmed // self.block_size
         if self._prefix_caching and full > request.num_remembered:
-            extend_chain(request.digests, request.token_ids, full, self.block_size, request.cache_salt)
+            self._extend_chain(request, full)
             for pool, table in zip(self.pools, request.blocks):
                 for index in range(request.num_remembered, full):
                     pool.remember(table[index], request.digests[index])
@@ -159,6 +159,10 @@ class KVCacheManager:
     def prefix_marks(self) -> bytes:
         """What the prefix cache holds, as ``EngineStats.prefix_marks``."""
         return self._sketch.marks()
+
+    def _extend_chain(self, request: Request, num_blocks: int) -> None:
+        salt = request.cache_salt
+        extend_chain(request.digests, request.token_ids, num_blocks, self.block_size, salt, adapter=request.adapter)
 
     def _hit_blocks(self, request: Request, group: int, num_hit: int) -> list[int]:
         """The table entries of the first ``num_hit`` blocks: cached ones, null ones before the window."""

@@ -9,9 +9,11 @@ OPERATIONS: Final[Mapping[str, bool]] = {
     "check_weights": False,
     "discard_weights": True,
     "halt": True,
+    "load_adapter": False,
     "load_weights": True,
     "reset_prefix_cache": False,
     "sleep": True,
+    "unload_adapter": False,
     "wake_up": True,
 }
 """Name -> whether no step may be in the air meanwhile."""

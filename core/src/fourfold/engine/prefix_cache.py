@@ -31,17 +31,21 @@ MARKED_DEPTHS = tuple(sorted({shape << power for shape in (2, 3) for power in ra
 """Lengths in blocks at which a prefix is described, beside where each request ended: 1, 2, 3, 4, 6, 8, 12, ... 512."""
 
 
-def root_digest(salt: str) -> bytes:
-    """The start of every chain with this salt."""
-    return blake2b(salt.encode(), digest_size=DIGEST_BYTES, person=b"fourfold-salt").digest()
+def root_digest(salt: str, adapter: str = "") -> bytes:
+    """The start of every chain with this salt and this LoRA adapter."""
+    # Digests of long names, so that a key has at most the 64 bytes that the function takes.
+    key = blake2b(adapter.encode(), digest_size=DIGEST_BYTES).digest() if adapter else b""
+    return blake2b(salt.encode(), digest_size=DIGEST_BYTES, key=key, person=b"fourfold-salt").digest()
 
 
-def extend_chain(digests: list[bytes], token_ids: Sequence[int], num_blocks: int, block_size: int, salt: str) -> None:
+def extend_chain(
+    digests: list[bytes], token_ids: Sequence[int], num_blocks: int, block_size: int, salt: str, *, adapter: str = ""
+) -> None:
     """Append to ``digests``, one a full block from the start, until there are ``num_blocks``."""
     done = len(digests)
     if done >= num_blocks:
         return
-    parent = digests[-1] if digests else root_digest(salt)
+    parent = digests[-1] if digests else root_digest(salt, adapter)
     tokens = array("q", token_ids[done * block_size : num_blocks * block_size])
     content, size = tokens.tobytes(), block_size * tokens.itemsize
     for start in range(0, (num_blocks - done) * size, size):
@@ -49,14 +53,14 @@ def extend_chain(digests: list[bytes], token_ids: Sequence[int], num_blocks: int
         digests.append(parent)
 
 
-def prompt_marks(token_ids: Sequence[int], block_size: int, salt: str) -> NDArray[np.uint32]:
+def prompt_marks(token_ids: Sequence[int], block_size: int, salt: str, adapter: str = "") -> NDArray[np.uint32]:
     """A mark for each full block of a prompt, from the start, ``MAX_MARKED_BLOCKS`` at most.
 
     The block with the last token has none: an engine computes that token in any case.
     """
     digests: list[bytes] = []
     num_blocks = min((len(token_ids) - 1) // block_size, MAX_MARKED_BLOCKS)
-    extend_chain(digests, token_ids, num_blocks, block_size, salt)
+    extend_chain(digests, token_ids, num_blocks, block_size, salt, adapter=adapter)
     return read_marks(b"".join(digest[:MARK_BYTES] for digest in digests))
 
 

@@ -15,18 +15,21 @@ from pathlib import Path
 
 import msgspec
 
-from fourfold.errors import ConfigError, PluginError
-from fourfold.messages import TAGS, EngineFailed, EngineOrder
+from fourfold.errors import ConfigError, PluginError, RequestError
+from fourfold.messages import EngineFailed, EngineOrder
+from fourfold.sleep_tags import TAGS
 from fourfold.supervision.deployment_state import read_state
 from fourfold.supervision.process_title import name_process
 from fourfold.supervision.run_directory import CONFIG_FILE
+
+logger = logging.getLogger(__name__)
 
 
 def main() -> None:
     """Run one engine core until the parent asks it to stop; exits with status 1 on failure, which the parent hears."""
     link = connect_to_parent()
     arguments = _parse_arguments()
-    name_process("engine_core", f"DP{arguments.engine}", log_level=arguments.log_level)
+    name_process("engine_core", f"DP{arguments.dp_rank}", log_level=arguments.log_level)
     status = 0
     try:
         _serve(link, arguments)
@@ -42,6 +45,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m fourfold.engine.process")
     parser.add_argument("run_directory", type=Path)
     parser.add_argument("--engine", type=int, required=True)
+    parser.add_argument("--dp-rank", type=int, required=True)
     parser.add_argument("--incarnation", type=int, required=True)
     parser.add_argument("--num-api-servers", type=int, required=True)
     parser.add_argument("--coordinated", action="store_true")
@@ -63,7 +67,12 @@ def _serve(link: ParentLink, arguments: argparse.Namespace) -> None:
     if wished.weights:
         model = replace(config.model, model=wished.weights, revision=None, load_format=AUTO)
         config = replace(config, model=model)
-    built = build_engine(config, registry, dp_rank=arguments.engine)
+    built = build_engine(config, registry, dp_rank=arguments.dp_rank)
+    for adapter in wished.adapters:
+        try:
+            built.core.load_adapter(adapter.unique, adapter.folder)
+        except (ConfigError, RequestError) as error:  # requests for others must not suffer
+            logger.error("LoRA adapter %r is not served here: %s", adapter.name, error)
     if wished.asleep:
         built.core.sleep(wished.sleep_level)
         awake = [tag for tag in TAGS if tag not in wished.asleep]

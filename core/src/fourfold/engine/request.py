@@ -33,6 +33,8 @@ class Request:
 
     __slots__ = (
         "_stops",
+        "adapter",
+        "adapter_slot",
         "arrival_time",
         "block_capacity",
         "blocks",
@@ -62,7 +64,7 @@ class Request:
         "token_ids",
     )
 
-    def __init__(self, request: AddRequest, *, max_total: int) -> None:
+    def __init__(self, request: AddRequest, *, max_total: int, adapter_slot: int = 0) -> None:
         self.request_id = request.request_id
         self.client = request.client
         self.sampling = request.sampling
@@ -71,6 +73,8 @@ class Request:
         self.priority = request.priority
         self.arrival_time = request.arrival_time
         self.cache_salt = request.cache_salt
+        self.adapter = request.adapter
+        self.adapter_slot = adapter_slot
         self.order: tuple[float, ...] = ()
         """The policy's key and, last, a serial number: a total order."""
         self.status = Status.WAITING

@@ -232,6 +232,7 @@ class Scheduler:
                 sampling=request.sampling,
                 eos_token_ids=request.eos_token_ids,
                 output_token_ids=known[num_prompt:],
+                adapter=request.adapter_slot,
             )
         )
 

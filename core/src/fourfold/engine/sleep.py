@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from fourfold.errors import RequestError
-from fourfold.messages import TAGS, WEIGHTS, EngineStats
+from fourfold.messages import EngineStats
+from fourfold.sleep_tags import TAGS, WEIGHTS
 
 LEVELS = (1, 2)
 

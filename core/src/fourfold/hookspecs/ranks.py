@@ -53,7 +53,8 @@ def fourfold_communicators() -> list[CommunicatorEntry]:
     """Offer communicators, each under a name for ``--comm``: who moves tensors between the ranks of a group.
 
     Called once in every process, when plugins are loaded. ``build(CommunicatorContext)`` runs on every rank of a group
-    at once and returns a ``fourfold.contracts.communicator.Communicator``.
+    at once and returns a ``fourfold.contracts.communicator.Communicator``. The capability ``one_host`` says that it
+    connects ranks of one host alone; ``auto`` then takes another one for groups that span several.
 
     Returns a list of entries. Two plugins that offer one name are an error.
 

@@ -15,10 +15,12 @@ from fourfold.contracts.parallel_layer import SummedLayer
 from fourfold.entries import AttentionContext, ComputeContext
 from fourfold.errors import Unsupported
 from fourfold.layers.latent_attention import ValueOutput
+from fourfold.layers.lora_linear import LoraLinearMethod
 from fourfold.layers.partition import cut_heads
 from fourfold.layers.rotary import rotary_table
 from fourfold.layers.weight_memory import WeightMemory
 from fourfold.layers.whole_norm import WholeNorm
+from fourfold.models.adapters import AdapterSlots, AdapterTarget
 from fourfold.models.backends import build_backend, log_passed_over
 from fourfold.models.decoder import Decoder
 from fourfold.models.decoder_layer import DecoderLayer, HeadNorm, LayerParts
@@ -64,6 +66,8 @@ class BuiltDecoder:
     """Holds the weights of all linear layers."""
     expert_memory: WeightMemory | None
     """Holds those of all experts; None where there are none."""
+    adapters: AdapterSlots | None
+    """None where --enable-lora is not given."""
 
 
 class DecoderBuilder:
@@ -116,13 +120,24 @@ class DecoderBuilder:
                 intermediate_size=-(-description.intermediate_size // group.world_size),
                 activation=description.activation,
             )
-        self._factory = ParallelLayerFactory(config, registry, group, self._method, device=device, dtype=dtype)
+        enabled = config.lora.enable_lora
+        self._lora = LoraLinearMethod(self._method, device=device, dtype=dtype) if enabled else None
+        self._factory = ParallelLayerFactory(
+            config,
+            registry,
+            group,
+            self._method,
+            device=device,
+            dtype=dtype,
+            adapted_method=self._lora,
+        )
         self._chosen = {"attention": attention_name, "linear_method": linear_name, "operators": operators_name}
         self._parameters: dict[str, Load] = {}
         self._summing_norm: SummingNorm | None = None
+        self._targets: dict[str, AdapterTarget] = {}
         self._shared: dict[str, StepPart] = {}
-        self._expert_memory = None if description.mixture is None else WeightMemory(device)
         """What moe layers have in common."""
+        self._expert_memory = None if description.mixture is None else WeightMemory(device)
 
     def build(self) -> BuiltDecoder:
         """Allocate everything."""
@@ -163,6 +178,7 @@ class DecoderBuilder:
             parameters=self._parameters,
             linear_method=self._method,
             expert_memory=self._expert_memory,
+            adapters=None if self._lora is None else AdapterSlots(self._lora, self._targets, self._parameters),
         )
 
     def _build_embedding(self) -> VocabularyLayer:
@@ -338,6 +354,7 @@ class DecoderBuilder:
         layer = self._factory.build(kind, *sizes, bias=bias, in_heads=in_heads)
         for part, module in modules.items():
             own = f"{part}." if part else ""
+            self._targets[module] = AdapterTarget(load=partial(layer.load, f"{own}weight"), cuts_inputs=kind == "row")
             for parameter in ("weight", "bias") if bias else ("weight",):
                 self._take(f"{module}.{parameter}", layer, own + parameter)
         return layer

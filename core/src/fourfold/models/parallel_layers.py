@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 from fourfold.contracts.parallel_layer import LayerKind
 from fourfold.entries import ParallelLayerContext
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from fourfold.distributed.group_coordinator import GroupCoordinator
     from fourfold.plugins import PluginRegistry
 
+_ADAPTED: Final = ("column", "row", "merged_column", "qkv")
+
 
 class ParallelLayerFactory:
     """Knows the rank and the linear method; each call adds the shape of one layer."""
@@ -31,10 +33,13 @@ class ParallelLayerFactory:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        adapted_method: LinearMethod | None = None,
     ) -> None:
+        """``adapted_method`` is for layers that LoRA adapters may change; by default it is ``linear_method`` too."""
         self._config = config
         self._group = group
         self._linear_method = linear_method
+        self._adapted_method = adapted_method or linear_method
         self._device = device
         self._dtype = dtype
         self._names = names_by_kind(config.backends.parallel_layer)
@@ -53,7 +58,7 @@ class ParallelLayerFactory:
             rank=self._group.rank,
             world_size=self._group.world_size,
             communicator=self._group.communicator,
-            linear_method=self._linear_method,
+            linear_method=self._adapted_method if kind in _ADAPTED else self._linear_method,
             in_features=in_features,
             out_sizes=out_sizes,
             bias=bias,

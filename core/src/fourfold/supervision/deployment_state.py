@@ -20,6 +20,16 @@ _FILE = "wishes.json"
 _LOCK = "wishes.lock"
 
 
+class WishedAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter that requests may name."""
+
+    name: str
+    """As clients call it."""
+    folder: str
+    unique: str
+    """As engines call it: another one each time that it is loaded, so that nothing cached outlives it."""
+
+
 class DeploymentState(msgspec.Struct, frozen=True, kw_only=True):
     """How engines are to be."""
 
@@ -28,7 +38,9 @@ class DeploymentState(msgspec.Struct, frozen=True, kw_only=True):
     sleep_level: int = 0
     """Of the last sleep."""
     asleep: tuple[str, ...] = ()
-    """Which of ``fourfold.messages.TAGS`` are."""
+    """Which of ``fourfold.sleep_tags.TAGS`` are."""
+    adapters: tuple[WishedAdapter, ...] = ()
+    """In the order in which they were loaded."""
 
 
 class StateChange:
@@ -51,6 +63,26 @@ def read_state(folder: Path) -> DeploymentState:
     except FileNotFoundError:
         return DeploymentState()
     return msgspec.json.decode(content, type=DeploymentState)
+
+
+class WatchedState:
+    """The state for those who look at it often: it is read again only when it was written."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: tuple[int, int] | None = None
+        self._state = DeploymentState()
+
+    def read(self) -> DeploymentState:
+        """The state as it is; a few microseconds."""
+        try:
+            written = (self._folder / _FILE).stat()
+        except FileNotFoundError:
+            return self._state
+        seen = written.st_mtime_ns, written.st_ino
+        if self._seen != seen:
+            self._state, self._seen = read_state(self._folder), seen
+        return self._state
 
 
 def write_state(folder: Path, state: DeploymentState) -> None:

@@ -24,7 +24,7 @@ from fourfold.errors import ConfigError
 CONFIG_FILE = "config.json"
 """The engines' config in a run directory."""
 
-_LONGEST_SOCKET_NAME = "/xxxxxxxx/engine-1000"
+_LONGEST_SOCKET_NAME = "/xxxxxxxx/engine-1000-100000"
 _MAX_SOCKET_PATH = 107
 """Bytes of a Unix socket's path, from the kernel's sockaddr_un."""
 _CREATE_ATTEMPTS = 10
@@ -45,6 +45,8 @@ class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
     """Clock ticks from boot to its start; with the pid it names a process for good."""
     detail: str = ""
     """What else an operator wants to know, such as the URL."""
+    node: str = ""
+    """The node that it is on, where its engine is on several."""
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):

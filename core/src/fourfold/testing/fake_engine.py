@@ -12,9 +12,9 @@ from types import TracebackType
 import msgspec
 import zmq
 
+from fourfold.addresses import api_address, engine_address
 from fourfold.engine.operations import OPERATIONS, Call
 from fourfold.messages import (
-    TAGS,
     AbortRequests,
     AddRequest,
     CallUtility,
@@ -29,6 +29,7 @@ from fourfold.messages import (
     TokenLogprobs,
     UtilityReply,
 )
+from fourfold.sleep_tags import TAGS
 
 Script = Callable[[AddRequest], Iterable[int]]
 IDLE_SECONDS = 0.02
@@ -128,10 +129,10 @@ class FakeEngine:
 
     def _run(self) -> None:
         with zmq.Context() as context, context.socket(zmq.PULL) as inbox:
-            inbox.bind(f"ipc://{self._run_directory}/engine-{self._engine}")
+            inbox.bind(engine_address(self._run_directory, self._engine, self._incarnation))
             outboxes = [context.socket(zmq.PUSH) for _ in range(self._num_clients)]
             for client, outbox in enumerate(outboxes):
-                outbox.connect(f"ipc://{self._run_directory}/api-{client}")
+                outbox.connect(api_address(self._run_directory, client))
             self._outboxes = outboxes
             self._loop(inbox)
             for outbox in outboxes:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from fourfold.contracts.attention_backend import AttentionMetadata
     from fourfold.contracts.kv_cache_spec import KVCacheConfig
     from fourfold.contracts.operators import Operators
+    from fourfold.models.adapters import AdapterSlots
     from fourfold.worker.penalties import SeenTokens
     from fourfold.worker.pipeline_stage import PipelineStage
 
@@ -97,12 +98,14 @@ class ModelRunner:
         max_model_len: int,
         vocabulary_size: int,
         parallel: ModelParallel = ALONE,
+        adapters: AdapterSlots | None = None,
         join: Callable[[RequestState], PipelineStage] | None = None,
     ) -> None:
         """``join`` makes this rank a stage of a pipeline; None: it has all layers."""
         self._model = model
         self._parallel = parallel
         self._device = device
+        self._adapters = adapters
         self._vocabulary_size = vocabulary_size
         self._num_groups = len(cache.groups)
         self._max_tokens = scheduler.max_num_batched_tokens
@@ -145,7 +148,11 @@ class ModelRunner:
         if not message.scheduled:
             return LaunchedStep(message.step, device=self._device, errors=errors)
         plan = StepPlan.of(message.scheduled)
-        size = self._graphs.size_for(plan.num_requests) if plan.is_decode else None
+        adapted = self._adapters is not None and self._adapters.activate(
+            self._state.adapters[plan.slots], plan.counts, self._device.upload
+        )
+        # Recorded steps know no adapters.
+        size = self._graphs.size_for(plan.num_requests) if plan.is_decode and not adapted else None
         self._buffers.fill(plan, padded_to=size or 0)
         started = time.perf_counter()  # what lies before is overhead in the engine's books
         if self._pipeline is not None:

@@ -32,6 +32,8 @@ class RequestState:
     """[slots]: how many of them, from the start, ``token_ids`` has."""
     prompt_lengths: Int64
     """[slots]"""
+    adapters: Int64
+    """[slots]: the slots of LoRA adapters; 0: none."""
 
     def __init__(self, cache: KVCacheConfig, *, slots: int, max_model_len: int, vocabulary_size: int) -> None:
         self._vocabulary_size = vocabulary_size
@@ -41,6 +43,7 @@ class RequestState:
         self.num_tokens = np.zeros(slots, np.int64)
         self.num_known = np.zeros(slots, np.int64)
         self.prompt_lengths = np.zeros(slots, np.int64)
+        self.adapters = np.zeros(slots, np.int64)
         self.block_tables = [BlockTable(slots, max_model_len, group.spec.block_size) for group in cache.groups]
         """One a KV-cache group."""
 
@@ -60,6 +63,7 @@ class RequestState:
         length = min(len(known), self.max_model_len)
         self.num_tokens[slot] = self.num_known[slot] = length
         self.prompt_lengths[slot] = min(len(request.prompt_token_ids), length)
+        self.adapters[slot] = request.adapter
         self.token_ids[slot, :length] = 0
         if len(known) > length:
             raise RequestError(f"the request has {len(known)} tokens; the context holds {length}")
@@ -103,6 +107,7 @@ class RequestState:
         self.num_tokens = grown(self.num_tokens, slots)
         self.num_known = grown(self.num_known, slots)
         self.prompt_lengths = grown(self.prompt_lengths, slots)
+        self.adapters = grown(self.adapters, slots)
         for table in self.block_tables:
             table.grow(slots)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from fourfold.checkpoints.adapter_file import read_adapter
 from fourfold.checkpoints.progress import NoProgress, make_progress
 from fourfold.checkpoints.resolve import AUTO, Checkpoint, resolve_checkpoint
 from fourfold.checkpoints.sharded_writing import copy_side_files, write_shard
@@ -24,10 +25,11 @@ from fourfold.contracts.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCach
 from fourfold.distributed.connection import connect
 from fourfold.distributed.stage_transport import StageTransport
 from fourfold.errors import ConfigError, EngineError
-from fourfold.messages import KV_CACHE, WEIGHTS, InitializeCache, StepMessage, WorkerInfo
+from fourfold.messages import InitializeCache, StepMessage, WorkerInfo
 from fourfold.models.loading import build_model, load_model
 from fourfold.models.tensor_table import HEAD
 from fourfold.plugins import load_plugins
+from fourfold.sleep_tags import KV_CACHE, WEIGHTS
 from fourfold.worker.device import Device, open_device
 from fourfold.worker.memory_advice import (
     cache_does_not_fit,
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from fourfold.distributed.group_coordinator import GroupCoordinator
     from fourfold.distributed.model_parallel import ModelParallel
     from fourfold.entries import WorkerContext
+    from fourfold.models.adapters import AdapterSlots
     from fourfold.models.decoder import Decoder
     from fourfold.models.stage_partition import Stage, StageCosts
     from fourfold.plugins import PluginRegistry
@@ -59,6 +62,7 @@ class _Loaded(NamedTuple):
     decoder: Decoder
     parallel: ModelParallel
     weights: ModelWeights
+    adapters: AdapterSlots | None
 
 
 class Worker:
@@ -82,8 +86,9 @@ class Worker:
         """
         context, config = self._context, self._context.config
         registry = load_plugins()
-        # Every rank of every replica is taken to be on this host, so that they share its cores evenly.
-        device = open_device(config, local_rank=context.local_rank, local_workers=context.layout.world_size)
+        # The ranks of a host share its cores evenly.
+        local_workers = context.local_workers or context.layout.world_size
+        device = open_device(config, local_rank=context.local_rank, local_workers=local_workers)
         parallel = connect(context, registry, device=device.torch_device)
         first = context.rank == context.dp_rank == 0  # one bar for all: the ranks load alike
         with closing(make_progress() if first else NoProgress()) as progress:
@@ -105,7 +110,7 @@ class Worker:
                 weights.fill(progress)
         decoder = built.decoder
         _check_alike(parallel.tp, decoder.backends)
-        self._loaded = _Loaded(device, decoder, parallel, weights)
+        self._loaded = _Loaded(device, decoder, parallel, weights, built.adapters)
         self._asynchronous = device.asynchronous
         info = WorkerInfo(
             rank=context.rank,
@@ -209,6 +214,17 @@ class Worker:
         """Read the weights of another model of the same shape; raises CheckpointError, after which they are lost."""
         self._need_loaded("load_weights").weights.replace(self._find(model))
 
+    def load_adapter(self, slot: int, folder: str) -> None:
+        """Read a LoRA adapter into a slot. Raises ConfigError for one that does not fit, and then the slot is empty."""
+        loaded = self._need_loaded("load_adapter")
+        max_rank = self._context.config.lora.max_lora_rank
+        adapter = read_adapter(Path(folder), loaded.decoder.description, max_rank=max_rank)
+        self._adapter_slots(loaded).load(slot, adapter)
+
+    def unload_adapter(self, slot: int) -> None:
+        """Empty a slot; nothing happens if it is."""
+        self._adapter_slots(self._need_loaded("unload_adapter")).drop(slot)
+
     def start_profile(self, folder: str) -> None:
         """Trace what this rank does from now on."""
         if self._profile is not None:
@@ -232,6 +248,11 @@ class Worker:
             for part in loaded.decoder.step_parts:
                 part.close()
             loaded.parallel.close()
+
+    def _adapter_slots(self, loaded: _Loaded) -> AdapterSlots:
+        if loaded.adapters is None:
+            raise ConfigError("this engine takes no LoRA adapters; start it with --enable-lora")
+        return loaded.adapters
 
     def _find(self, model: str) -> Checkpoint:
         """Another checkpoint, in a format that is found by itself."""
@@ -265,6 +286,7 @@ class Worker:
             max_model_len=config.model.max_model_len or description.max_model_len,
             vocabulary_size=description.vocab_size,
             parallel=loaded.parallel,
+            adapters=loaded.adapters,
             join=None if loaded.parallel.pp.world_size == 1 else partial(_join, config, loaded),
         )
 

@@ -1,4 +1,4 @@
-"""The communicator ``gloo``: torch.distributed over TCP, on the loopback interface where all ranks are on this host."""
+"""The communicator ``gloo``: torch.distributed over TCP; on the loopback interface where all ranks are on this host."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ def build(context: CommunicatorContext) -> ProcessGroupCommunicator:
     try:
         if context.one_host:
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+        elif context.address:
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=context.address)]
         else:
             options._devices = [dist.ProcessGroupGloo.create_default_device()]
         store = scoped(context.store, "gloo")

@@ -23,7 +23,7 @@ def fourfold_communicators() -> list[CommunicatorEntry]:
             name="shm",
             build=_build_shm,
             summary="shared memory, for ranks of one host",
-            capabilities=frozenset({"cpu", "deterministic", "peer_memory"}),
+            capabilities=frozenset({"cpu", "deterministic", "one_host", "peer_memory"}),
             suits=lambda config: Suitability(score=50, reason="ranks of one host share its memory"),
         ),
         CommunicatorEntry(

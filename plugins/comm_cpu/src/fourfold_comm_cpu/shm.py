@@ -39,6 +39,8 @@ def build(context: CommunicatorContext) -> ShmCommunicator:
     """The communicator of this rank; raises Unsupported where the ranks cannot share memory."""
     if context.device.type != "cpu":
         raise Unsupported(f"shared memory connects ranks on a cpu, not on {context.device.type}")
+    if not context.one_host:
+        raise Unsupported(f"shared memory connects ranks of one host, and group {context.group} is on several")
     if len(context.ranks) > MAX_RANKS:
         raise Unsupported(f"shared memory connects up to {MAX_RANKS} ranks, not {len(context.ranks)}")
     return ShmCommunicator(context, native=_all_have_compiled(context))

@@ -11,8 +11,8 @@ import os
 import socket
 import sys
 
+from fourfold.rpc.rank_server import RankServer, Seat
 from fourfold.supervision.process_title import name_process
-from fourfold_executor_mp.rank_server import RankServer
 
 logger = logging.getLogger(__name__)
 
@@ -22,12 +22,14 @@ def main() -> None:
     link = connect_to_parent()
     arguments = _parse_arguments()
     name_process("worker", arguments.label, log_level=arguments.log_level)
-    server = RankServer(
-        socket.socket(fileno=arguments.channel),
+    seat = Seat(
         rank=arguments.rank,
         local_rank=arguments.local_rank,
-        rendezvous=arguments.rendezvous,
+        local_workers=arguments.local_workers,
+        node=arguments.node,
+        address=arguments.address,
     )
+    server = RankServer(socket.socket(fileno=arguments.channel), seat)
     link.on_stop(server.stop)
     status = 0
     try:
@@ -48,9 +50,11 @@ def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m fourfold_executor_mp.rank")
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--local-rank", type=int, required=True)
+    parser.add_argument("--local-workers", type=int, required=True)
+    parser.add_argument("--node", required=True)
+    parser.add_argument("--address", required=True)
     parser.add_argument("--label", required=True)
     parser.add_argument("--channel", type=int, required=True)
-    parser.add_argument("--rendezvous", type=int, required=True)
     parser.add_argument("--log-level", required=True)
     return parser.parse_args()
 

@@ -146,7 +146,14 @@ class LaterReply(Future[Any]):
 
 
 def _build_worker(context: ExecutorContext) -> Any:
-    worker = WorkerContext(config=context.config, layout=context.layout, rank=_RANK, dp_rank=context.dp_rank)
+    worker = WorkerContext(
+        config=context.config,
+        layout=context.layout,
+        rank=_RANK,
+        local_rank=context.local_start,
+        local_workers=context.local_workers,
+        dp_rank=context.dp_rank,
+    )
     return resolve_name(context.worker)(worker)
 
 

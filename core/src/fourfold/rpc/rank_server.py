@@ -11,6 +11,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any, Final
 
@@ -21,28 +22,45 @@ from fourfold.contracts.deferred_reply import DeferredReply
 from fourfold.entries import WorkerContext
 from fourfold.errors import EngineError
 from fourfold.manifest import fingerprint
+from fourfold.nodes.addresses import tcp_url
 from fourfold.plugins import load_plugins
+from fourfold.rpc.frames import Frame, FrameReader, Kind, send_frame
+from fourfold.rpc.start_message import CONSTRUCTION, DISCOVERY, Introduction, StartMessage
 from fourfold.rpc_call import report_error, start_call
 from fourfold.serialization import decode
-from fourfold_executor_mp.frames import Frame, FrameReader, Kind, send_frame
-from fourfold_executor_mp.start_message import CONSTRUCTION, DISCOVERY, StartMessage
 
 logger = logging.getLogger(__name__)
 
+_MEETING_BACKLOG: Final = 1024
 _CLOSE_SECONDS: Final = 1.0
 """For steps that are still on a device when the rank ends; the executor's patience is 2 s."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seat:
+    """Which rank a process is, and where; the fields are those of a WorkerContext."""
+
+    rank: int
+    local_rank: int
+    local_workers: int = 0
+    node: str = ""
+    address: str = ""
 
 
 class RankServer:
     """One rank. The first call finds its plugins, the second builds its worker, all others are the worker's."""
 
-    def __init__(self, stream: socket.socket, *, rank: int, local_rank: int, rendezvous: int) -> None:
-        """``stream`` leads to the executor, ``rendezvous`` is the descriptor of the ranks' meeting place."""
+    def __init__(self, stream: socket.socket, seat: Seat) -> None:
+        """``stream`` leads to the executor."""
         stream.set_inheritable(False)
         self._stream = stream
-        self._rank = rank
-        self._local_rank = local_rank
-        self._rendezvous = rendezvous
+        self._seat = seat
+        self._rank = seat.rank
+        self._rendezvous = ""
+        self._meeting: socket.socket | None = None
+        """Where this rank hosts the place that ranks meet in, until the store takes it over."""
+        self._hosted: Any = None
+        """That store."""
         self._context: WorkerContext | None = None
         self._start: StartMessage | None = None
         self._worker: Any = None
@@ -85,6 +103,7 @@ class RankServer:
             if number == 0:
                 answer = Frame(Kind.REPLY, number, self._discover(frame.payload))
             elif number == 1:
+                self._rendezvous = bytes(frame.payload).decode()
                 self._build_worker()
                 answer = Frame(Kind.DONE, number, b"")
             else:
@@ -108,20 +127,36 @@ class RankServer:
             config=config,
             layout=start.layout,
             rank=self._rank,
-            local_rank=self._local_rank,
+            local_rank=self._seat.local_rank,
+            local_workers=self._seat.local_workers,
+            node=self._seat.node,
+            address=self._seat.address,
             dp_rank=start.dp_rank,
             open_store=self._open_store if several else None,
         )
-        return msgspec.msgpack.encode(fingerprint(config, registry.manifest, rank=self._rank))
+        found = fingerprint(config, registry.manifest, rank=self._rank)
+        hosts = start.several_nodes and self._rank == 0
+        return msgspec.msgpack.encode(Introduction(fingerprint=found, rendezvous=self._open_meeting() if hosts else ""))
+
+    def _open_meeting(self) -> str:
+        address = self._seat.address
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        # Bound for good, so that nobody can take the port before the store is there.
+        self._meeting = socket.create_server((address, 0), family=family, backlog=_MEETING_BACKLOG)
+        return tcp_url(address, self._meeting.getsockname()[1])
 
     def _open_store(self) -> Any:
         # Here, so that a rank without a model needs no torch.
-        from fourfold.distributed.store import open_store
+        from fourfold.distributed.store import host_store, open_store
 
         start = self._checked_start()
-        # By its path, so that every rank has an open file of its own: locks belong to open files.
-        url = f"file:///proc/self/fd/{self._rendezvous}"
-        return open_store(url, world_size=start.layout.engine_world_size, timeout=start.store_timeout)
+        if self._meeting is not None:
+            listener, self._meeting = self._meeting, None
+            self._hosted = host_store(listener, timeout=start.store_timeout)
+        if self._hosted is not None:
+            return self._hosted
+        world_size = start.layout.engine_world_size
+        return open_store(self._rendezvous, world_size=world_size, timeout=start.store_timeout)
 
     def _build_worker(self) -> None:
         self._worker = resolve_name(self._checked_start().worker)(self._context)

@@ -14,13 +14,13 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from fourfold.errors import EngineError, ExecutorFailed
-from fourfold_executor_mp.call import Call, Replies
-from fourfold_executor_mp.frames import Frame, FrameReader, FrameWriter, Kind
+from fourfold.rpc.call import Call, Replies
+from fourfold.rpc.frames import Frame, FrameReader, FrameWriter, Kind
 
 logger = logging.getLogger(__name__)
 
@@ -32,22 +32,34 @@ Refuse = Callable[[str], EngineError]
 """The name of a method -> why it cannot be called any more."""
 
 
+class NodeWay(NamedTuple):
+    """The way to the ranks of another node, which hands on there what it is sent."""
+
+    ranks: tuple[int, ...]
+    send: Callable[[Frame], None]
+    """Never waits, and says nothing of a node that has gone: whoever has the connection notices."""
+
+
 class Channels:
     """Sends calls and settles them. Safe from every thread."""
 
     def __init__(
         self,
-        streams: Sequence[socket.socket],
+        streams: Mapping[int, socket.socket],
         *,
+        nodes: Sequence[NodeWay] = (),
         describe: Callable[[int], str],
         on_broken: Callable[[BaseException], None],
+        on_end: Callable[[int], None] | None = None,
     ) -> None:
-        """Take over the parent's ends of the streams, in rank order.
+        """Take over the parent's ends of the streams; all other ranks are on ``nodes``, whose answers ``take`` gets.
 
-        ``describe`` names a rank for the log; ``on_broken`` hears, on the thread, that calls can be sent no more.
+        ``describe`` names a rank for the log; ``on_broken`` hears, on the thread, that calls can be sent no more, and
+        ``on_end`` that a rank has closed its stream, for those who have no other sentinel.
         """
         self._describe = describe
         self._on_broken = on_broken
+        self._on_end = on_end
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._calls: dict[int, Call] = {}
@@ -57,11 +69,13 @@ class Channels:
         self._closing = False
         self._next_look = 0.0
         """When the thread looks at the deadlines again. Whoever makes it earlier wakes the thread."""
-        self._ways = [_Way(rank, stream) for rank, stream in enumerate(streams)]
+        self._ways = {rank: _Way(rank, stream) for rank, stream in streams.items()}
+        self._nodes = tuple(nodes)
+        self._num_ranks = len(streams) + sum(len(node.ranks) for node in nodes)
         self._wake_event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_event, selectors.EVENT_READ, self._woken)
-        for way in self._ways:
+        for way in self._ways.values():
             self._selector.register(way.stream, selectors.EVENT_READ, partial(self._serve, way))
         self._thread = threading.Thread(target=self._run, name="rank-replies", daemon=True)
         self._thread.start()
@@ -80,11 +94,10 @@ class Channels:
             if self._refuse is not None:
                 raise self._refuse(name)
             now = time.monotonic()
-            ranks = len(self._ways)
             call = Call(
                 next(self._numbers),
                 name,
-                ranks=ranks,
+                ranks=self._num_ranks,
                 timeout=timeout,
                 notice=NOTICE_SECONDS,
                 now=now,
@@ -129,10 +142,14 @@ class Channels:
             return next((call.name for call in self._calls.values() if rank in call.missing), None)
 
     def drain(self, rank: int) -> None:
-        """Read what a rank sent before it ended. On the thread only."""
-        way = self._ways[rank]
-        while way.open and self._read(way):
+        """Read what a rank sent before it ended; nothing to do for one of another node. On the thread only."""
+        way = self._ways.get(rank)
+        while way is not None and way.open and self._read(way):
             pass
+
+    def take(self, rank: int, frame: Frame) -> None:
+        """Take the answer of a rank of another node. From any thread, in the order of the rank's answers."""
+        self._take(rank, [frame])
 
     def close(self) -> None:
         """End the thread and close the streams. Idempotent; on the thread itself it takes effect when that is free."""
@@ -145,7 +162,9 @@ class Channels:
     def _put(self, frame: Frame) -> bool:
         """Send a frame to every rank as far as there is room; whether that was all of it."""
         sent = True
-        for way in self._ways:
+        for node in self._nodes:  # first, since theirs is the longer way
+            node.send(frame)
+        for way in self._ways.values():
             sent &= way.writer.put(frame)
         return sent
 
@@ -167,7 +186,7 @@ class Channels:
             self._selector.close()
             os.close(self._wake_event)
             self._wake_event = -1
-            for way in self._ways:
+            for way in self._ways.values():
                 way.stream.close()
 
     def _wake(self) -> None:
@@ -184,7 +203,7 @@ class Channels:
     def _watch_room(self) -> None:
         """Listen for room where something waits to be sent."""
         with self._lock:
-            for way in self._ways:
+            for way in self._ways.values():
                 if way.open:
                     events = selectors.EVENT_READ | (0 if way.writer.flush() else selectors.EVENT_WRITE)
                     self._selector.modify(way.stream, events, partial(self._serve, way))
@@ -209,6 +228,8 @@ class Channels:
         except (EOFError, OSError):  # the rank has ended, which its sentinel tells
             way.open = False
             self._selector.unregister(way.stream)
+            if self._on_end is not None:
+                self._on_end(way.rank)
             return False
         if frames:
             self._take(way.rank, frames)
@@ -227,7 +248,9 @@ class Channels:
                 if not call.missing:
                     del self._calls[call.number]
                 if not call.settled:
-                    self._next_look = min(self._next_look, call.wake_time)
+                    if call.wake_time < self._next_look:
+                        self._next_look = call.wake_time
+                        self._wake()
                 elif not was_settled:
                     over.append(call)
         for call in over:

@@ -14,10 +14,10 @@ import msgspec
 import pytest
 
 from fourfold.errors import EngineError, ExecutorClosed, ExecutorFailed, RpcTimeout, WorkerError
+from fourfold.rpc.call import Call
+from fourfold.rpc.channels import Channels
+from fourfold.rpc.frames import Frame, FrameReader, Kind, send_frame
 from fourfold.rpc_call import ErrorReport
-from fourfold_executor_mp.call import Call
-from fourfold_executor_mp.channels import Channels
-from fourfold_executor_mp.frames import Frame, FrameReader, Kind, send_frame
 
 DEADLINE = 10.0
 
@@ -30,7 +30,9 @@ class Ranks:
         self.streams = [theirs for _, theirs in pairs]
         self.broken: list[BaseException] = []
         self.channels = Channels(
-            [ours for ours, _ in pairs], describe=lambda rank: f"rank {rank}", on_broken=self.broken.append
+            {rank: ours for rank, (ours, _) in enumerate(pairs)},
+            describe=lambda rank: f"rank {rank}",
+            on_broken=self.broken.append,
         )
         self._readers = [FrameReader(stream) for stream in self.streams]
         for stream in self.streams:
@@ -168,7 +170,7 @@ def test_an_interrupt_between_two_ranks_ends_all_calls(ranks: Ranks, monkeypatch
 def test_a_call_that_takes_long_says_for_whom_it_waits(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
 ) -> None:
-    monkeypatch.setattr("fourfold_executor_mp.channels.NOTICE_SECONDS", 0.05)
+    monkeypatch.setattr("fourfold.rpc.channels.NOTICE_SECONDS", 0.05)
     ranks: Ranks = request.getfixturevalue("ranks")
     caplog.set_level(logging.INFO)
     call = ranks.send("load", timeout=0.2)

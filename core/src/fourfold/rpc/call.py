@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from typing import Any, Final
 
 from fourfold.errors import EngineError, RpcTimeout
+from fourfold.rpc.frames import Frame, Kind
 from fourfold.rpc_call import Reply, read_error
-from fourfold_executor_mp.frames import Frame, Kind
 
 SETTLE_SECONDS: Final = 0.1
 """How long an error waits for the other ranks: it may be the echo of a rank's death, which is told a moment later."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fourfold_executor_mp.frames import Frame, FrameReader, FrameWriter, Kind, send_frame
+from fourfold.rpc.frames import Frame, FrameReader, FrameWriter, Kind, send_frame
 
 frames = st.lists(
     st.builds(

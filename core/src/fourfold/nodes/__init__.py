@@ -1,0 +1,1 @@
+"""Between hosts: one authenticated connection a node, over TCP. No torch, no pickle."""

@@ -1,0 +1,63 @@
+"""Addresses of this host and of others, as they are written in options and in URLs. Opens no connection."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+import psutil
+
+from fourfold.errors import ConfigError
+
+_ANY_PORT = 9
+"""No packet is sent to it; the kernel only has to say which way it would take."""
+
+
+def own_address(name: str, *, option: str) -> str:
+    """The address of the interface ``name``, its first IPv4 one if it has any; an address of this host is its own.
+
+    Raises ConfigError, naming ``option`` and what there is, for a name that is none of this host's.
+    """
+    interfaces = psutil.net_if_addrs()
+    addresses = {
+        interface: [one.address.partition("%")[0] for one in found if one.family in (socket.AF_INET, socket.AF_INET6)]
+        for interface, found in interfaces.items()
+    }
+    if name in addresses:
+        if not addresses[name]:
+            raise ConfigError(f"{option} is {name!r}, an interface without an IP address; choose another one")
+        first: str = min(addresses[name], key=lambda address: ":" in address)
+        return first
+    try:
+        with socket.socket(_family(name), socket.SOCK_DGRAM) as probe:
+            probe.bind((name, 0))
+    except (OSError, ValueError) as error:
+        there = ", ".join(sorted(addresses))
+        raise ConfigError(f"{option} is {name!r}, no interface or address of this host, which has {there}") from error
+    return name
+
+
+def address_towards(host: str) -> str:
+    """This host's address as ``host`` sees it. Raises ConfigError for a host that is not known or has no route."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"there is no way to {host!r}: {error.strerror or error}") from error
+
+
+def node_name(address: str) -> str:
+    """What messages call this node."""
+    return f"{socket.gethostname()} ({address})"
+
+
+def tcp_url(host: str, port: int | str) -> str:
+    """``tcp://HOST:PORT``, with an IPv6 address in brackets."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def _family(address: str) -> socket.AddressFamily:
+    """Raises ValueError for what is no IP address."""
+    return socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET

@@ -1,0 +1,73 @@
+"""A random LoRA adapter as PEFT writes it, and the model with it merged: what an engine with the adapter must equal."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fourfold.checkpoints.adapter_file import CONFIG, WEIGHTS
+from fourfold.checkpoints.safetensors_file import SafetensorsWriter
+
+if TYPE_CHECKING:
+    from fourfold.checkpoints.resolve import Checkpoint
+
+ALL_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def write_adapter(
+    checkpoint: Checkpoint,
+    folder: Path,
+    *,
+    rank: int = 4,
+    alpha: float = 8.0,
+    modules: Collection[str] = ALL_MODULES,
+    rslora: bool = False,
+    seed: int = 0,
+    merged: Path | None = None,
+    **settings: Any,
+) -> Path:
+    """Write an adapter of some modules into a new folder, and the model with it merged into ``merged``.
+
+    ``settings`` go into its config. Returns the folder.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    matrices: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
+    scale = alpha / (math.sqrt(rank) if rslora else rank)
+    with checkpoint.format.open(checkpoint.folder) as reader:
+        for name in reader.names():
+            weights[name] = reader.tensor(name)[:].float()
+            module = name.removesuffix(".weight")
+            if module.rpartition(".")[2] not in modules:
+                continue
+            out, into = weights[name].shape
+            # So large that a part which is lost or misplaced shows in what is generated.
+            a = torch.randn(rank, into, generator=generator) / math.sqrt(into)
+            b = torch.randn(out, rank, generator=generator) * weights[name].std() * math.sqrt(into)
+            matrices[f"base_model.model.{module}.lora_A.weight"] = a
+            matrices[f"base_model.model.{module}.lora_B.weight"] = b
+            weights[name] = weights[name] + scale * (b @ a)
+    folder.mkdir(parents=True)
+    _write(folder / WEIGHTS, matrices)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "use_rslora": rslora, "bias": "none"}
+    (folder / CONFIG).write_text(json.dumps({**config, "target_modules": sorted(modules), **settings}))
+    if merged is not None:
+        merged.mkdir(parents=True)
+        for file in checkpoint.folder.iterdir():
+            if file.suffix in (".json", ".jinja", ".txt") and "index" not in file.name:
+                shutil.copy(file, merged)
+        _write(merged / "model.safetensors", weights)
+    return folder
+
+
+def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    writer = SafetensorsWriter(path, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    for name, tensor in tensors.items():
+        writer.write(name, tensor.contiguous().numpy().data)
+    writer.close()

@@ -1,0 +1,83 @@
+"""Where ranks of one host come in: a Unix socket in a private folder, there until all have come. Knows no call."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from fourfold.rpc.frames import FrameReader
+from fourfold_executor_ray.messages import Arrival
+
+logger = logging.getLogger(__name__)
+
+_HELLO_TIMEOUT: Final = 10.0
+_JOIN_TIMEOUT: Final = 5.0
+
+
+class Door:
+    """Takes connections on a thread of its own until all ranks are there."""
+
+    def __init__(self, ranks: Sequence[int], on_all: Callable[[dict[int, socket.socket]], None]) -> None:
+        """``on_all`` gets the streams of ``ranks``, on that thread, and owns them; it is not called after ``close``."""
+        self._ranks = frozenset(ranks)
+        self._on_all = on_all
+        self._streams: dict[int, socket.socket] = {}
+        self._folder = Path(tempfile.mkdtemp(prefix="fourfold-ray-"))
+        self.path = self._folder / "door"
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(self.path))
+        self._listener.listen(len(ranks))
+        self._thread = threading.Thread(target=self._run, name="ray-door", daemon=True)
+        self._thread.start()
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have not come."""
+        return sorted(self._ranks - self._streams.keys())
+
+    def close(self) -> None:
+        """Let nobody in any more, and send those away that came before all had. Idempotent."""
+        with contextlib.suppress(OSError):  # closed before
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(_JOIN_TIMEOUT)
+
+    def _run(self) -> None:
+        try:
+            with self._listener:
+                while self.missing:
+                    self._let_in(self._listener.accept()[0])
+        except OSError:  # closed
+            for stream in self._streams.values():
+                stream.close()
+        else:
+            self._on_all(self._streams)
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _let_in(self, stream: socket.socket) -> None:
+        stream.settimeout(_HELLO_TIMEOUT)
+        try:
+            rank = _read_arrival(stream).rank
+        except (OSError, EOFError, msgspec.MsgspecError) as error:
+            logger.warning("somebody at %s was no rank: %s", self.path, error)
+            stream.close()
+            return
+        stream.settimeout(None)
+        self._streams[rank] = stream
+
+
+def _read_arrival(stream: socket.socket) -> Arrival:
+    reader = FrameReader(stream)
+    while not (frames := reader.read()):
+        pass
+    # A rank says nothing more before it is asked, so the first frame is all that was read.
+    return msgspec.msgpack.decode(frames[0].payload, type=Arrival)

@@ -1,0 +1,214 @@
+"""Ranks on the two nodes of a cluster: where they are, what they know, how they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fourfold.errors import ConfigError, EngineError, ExecutorFailed, RpcTimeout, WorkerError
+from fourfold.testing.processes import still_runs
+from fourfold_executor_ray.executor import RayExecutor
+from fourfold_executor_ray.session import members
+from fourfold_executor_ray.settings import RaySettings
+
+from .conftest import HERE, RayCluster, started_cluster, wait_until, with_tests_on_path
+from .faulty_worker import FAULT
+
+FAULTY = "faulty_worker:FaultyWorker"
+NOTICED = 5.0
+"""Seconds within which a death must be known."""
+PROMPTLY = 5.0
+"""Seconds within which nobody may be left."""
+
+Start = Callable[..., RayExecutor]
+
+
+def note_failures(executor: RayExecutor) -> list[EngineError]:
+    failures: list[EngineError] = []
+    executor.on_failure(failures.append)
+    return failures
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    wait_until(lambda: not any(map(still_runs, pids)), f"the end of {pids}", PROMPTLY)
+
+
+def test_stages_are_on_nodes_of_their_own_and_a_lost_rank_is_named(
+    start: Start, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"FOO": "1", "RANK": "7", "HOST_IP": "nowhere"}.items():
+        monkeypatch.setenv(name, value)
+    executor = start(2, 2, worker=FAULTY)
+    places = executor.collective_rpc("place")
+    first, second = (places[rank][0] for rank in (0, 2))
+    assert places == [(first, 0, 2), (first, 1, 2), (second, 0, 2), (second, 1, 2)]
+    assert first != second
+    assert executor.collective_rpc("variables", args=(["FOO", "RANK", "HOST_IP"],)) == [["1", None, None]] * 4
+    assert executor.collective_rpc("meet") == [["0", "1", "2", "3"]] * 4
+    rows = executor.processes()
+    assert [row["label"] for row in rows] == ["DP0.PP0.TP0", "DP0.PP0.TP1", "DP0.PP1.TP0", "DP0.PP1.TP1"]
+    assert [row["node"] for row in rows] == [first, first, second, second]
+    titles = [" ".join(psutil.Process(row["pid"]).cmdline()).strip() for row in rows]
+    assert titles[3] == f"fourfold worker DP0.PP1.TP1 {second}"
+
+    failures = note_failures(executor)
+    pids = executor.collective_rpc("pid")
+    future = executor.collective_rpc("wait", args=(30, 0), non_block=True)
+    os.kill(pids[3], signal.SIGKILL)
+    wait_until(lambda: failures, "news of the death", NOTICED)
+    assert str(failures[0]).startswith(f"rank 3 on node {second} has ended during wait: ")
+    with pytest.raises(ExecutorFailed, match="rank 3 on node"):
+        future.result(1)
+    wait_until_gone(pids)
+    executor.shutdown()
+    assert executor.processes() == []
+
+
+FAULTS = {
+    "raise": (WorkerError, r"rank 2 failed in worker construction: ValueError: on purpose"),
+    "exit": (ExecutorFailed, r"rank 2 on node \S+ .*during worker construction"),
+    "hang": (RpcTimeout, r"from rank\(s\) 2$"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_rank_of_another_node_that_cannot_start_is_one_error(
+    fault: str, start: Start, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FAULT, f"2:{fault}")
+    kind, message = FAULTS[fault]
+    with pytest.raises(kind, match=message):
+        start(2, 2, worker=FAULTY, startup_timeout=12.0)
+
+
+def test_what_is_missing_is_said_and_has_a_deadline(
+    start: Start, cluster: RayCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    text = "needs 8 CPUs, the cluster has 4 free on 2 nodes"
+    with pytest.raises(EngineError, match=rf"^{text}, .*nothing came free within 3 s \(--startup-timeout\)"):
+        start(2, 4, startup_timeout=3.0)
+    assert f"waiting for the Ray cluster: {text}" in caplog.text
+    with pytest.raises(EngineError, match="and 4 must be on one node; nothing came free"):
+        start(2, 2, startup_timeout=1.5, settings=RaySettings(placement="strict-pack"))
+
+
+def test_a_stage_that_fits_no_node_is_laid_over_two(start: Start, cluster: RayCluster) -> None:
+    places = start(4, worker=FAULTY).collective_rpc("place")
+    assert [(local, workers) for _, local, workers in places] == [(0, 2), (1, 2)] * 2
+
+
+def test_spread_stages_are_on_different_nodes(start: Start, cluster: RayCluster) -> None:
+    executor = start(1, 2, worker=FAULTY, settings=RaySettings(placement="spread"))
+    assert len({node for node, _, _ in executor.collective_rpc("place")}) == 2
+
+
+def test_nobody_at_the_address_is_told_at_once(start: Start) -> None:
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"no Ray cluster answers at 127.0.0.1:1: .*give the HOST:PORT that"):
+        start(settings=RaySettings(address="127.0.0.1:1"))
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.long
+def test_a_cluster_with_a_token_lets_in_who_has_it(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
+    with started_cluster(2) as cluster:
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        assert len(start(2).collective_rpc("who")) == 2
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "fedcba9876543210" * 4)
+        with pytest.raises(ConfigError, match=r"cannot be joined: .*; RAY_AUTH_MODE and RAY_AUTH_TOKEN must be as on"):
+            start(2)
+
+
+IN_A_PROGRAM = """
+import ray, sys
+from ray.util.placement_group import placement_group
+sys.path.insert(0, {here!r})
+from conftest import make_context
+from fourfold_executor_ray.executor import RayExecutor
+from fourfold_executor_ray.settings import RaySettings
+
+ray.init(address={address!r}, log_to_driver=False, configure_logging=False)
+placement_group([{{"CPU": 1}}] * 2, strategy="STRICT_SPREAD", name="mine")
+settings = RaySettings(placement_group="mine")
+executor = RayExecutor(make_context(2, worker="faulty_worker:FaultyWorker", settings=settings))
+print(len({{node for node, _, _ in executor.collective_rpc("place")}}))
+executor.shutdown()
+"""
+
+
+def test_a_program_that_is_connected_brings_its_cluster_and_its_group(shared_cluster: RayCluster) -> None:
+    code = IN_A_PROGRAM.format(here=str(HERE), address=shared_cluster.address)
+    environment = {name: value for name, value in with_tests_on_path().items() if name != "RAY_ADDRESS"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "2\n"
+
+
+def test_the_end_of_the_driver_is_the_end_of_the_ranks(start: Start, cluster: RayCluster) -> None:
+    executor = start(1, 2, settings=RaySettings(placement="spread"))
+    failures = note_failures(executor)
+    pids = executor.collective_rpc("pid")
+    assert executor._driver is not None
+    os.kill(executor._driver.pid, signal.SIGKILL)
+    wait_until(lambda: failures, "news of the end", NOTICED)
+    assert str(failures[0]) == "the process that speaks to Ray was killed by signal 9 (SIGKILL)"
+    wait_until_gone(pids)
+
+
+def test_a_lost_node_is_named_and_another_one_takes_its_place(start: Start, cluster: RayCluster) -> None:
+    executor = start(2, 2, worker=FAULTY)
+    node = executor.collective_rpc("place")[2][0]
+    failures = note_failures(executor)
+    pids = executor.collective_rpc("pid")
+    began = time.monotonic()
+    cluster.kill(1)
+    wait_until(lambda: failures, "news of the node", NOTICED)
+    assert time.monotonic() - began < NOTICED
+    assert node in str(failures[0])
+    wait_until_gone(pids)
+    executor.shutdown()
+    adding = threading.Thread(target=cluster.add, args=(2,))
+    adding.start()
+    assert len(start(2, 2).collective_rpc("who")) == 4  # it waits for the node that joins late
+    adding.join()
+
+
+@pytest.mark.parametrize("end", ["close", "SIGKILL"])
+def test_a_cluster_of_its_own_ends_with_it(end: str, tmp_path: Path) -> None:
+    environment = {**with_tests_on_path(), "TMPDIR": "/tmp", "HOME": str(tmp_path)}
+    environment.pop("RAY_ADDRESS", None)
+    with subprocess.Popen(
+        [sys.executable, HERE / "own_cluster.py"],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as program:
+        assert program.stdin is not None
+        assert program.stdout is not None
+        driver, folder = program.stdout.readline().split()
+        pids = list(members(int(driver)))
+        assert len(pids) > 3
+        if end == "SIGKILL":
+            program.kill()
+        else:
+            program.stdin.close()
+            assert program.wait(20) == 0
+            assert not Path(folder).exists()
+        wait_until_gone(pids)
+    wait_until(lambda: not Path(folder).exists(), "the end of the folder", PROMPTLY)
+    assert list(tmp_path.iterdir()) == [], "Ray wrote to the user's home"

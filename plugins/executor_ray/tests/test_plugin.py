@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+
+import pytest
+
+from fourfold.config.backend_config import BackendConfig
+from fourfold.config.engine_config import EngineConfig
+from fourfold.config.options import build_engine_config
+from fourfold.config.parallel_config import ParallelConfig
+from fourfold.errors import ConfigError
+from fourfold.plugins import load_plugins
+from fourfold.selection import select
+from fourfold_executor_ray.settings import RaySettings, given_cluster
+
+TWO = EngineConfig(parallel=ParallelConfig(tensor_parallel_size=2))
+
+
+@pytest.fixture(autouse=True)
+def _no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def test_auto_takes_it_where_a_cluster_is_given_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = load_plugins().executors()
+    assert select("executor", entries, "auto", TWO).entry.name == "mp"
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert select("executor", entries, "auto", TWO).reason == (
+        "executor 'ray' (auto): the Ray cluster 10.0.0.1:6379 is given (RAY_ADDRESS)"
+    )
+    given = dataclasses.replace(TWO, plugins={"ray": RaySettings(address="10.0.0.2:6379")})
+    assert "10.0.0.2:6379 is given (--ray-address)" in select("executor", entries, "auto", given).reason
+
+
+def test_by_name_it_needs_no_cluster() -> None:
+    assert select("executor", load_plugins().executors(), "ray", TWO).entry.name == "ray"
+
+
+def test_the_cluster_of_the_program_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    connected = types.SimpleNamespace(gcs_address="10.0.0.3:1")
+    ray = types.SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: connected)
+    monkeypatch.setitem(sys.modules, "ray", ray)  # type: ignore[arg-type]
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert given_cluster(RaySettings()) == ("10.0.0.3:1", "ray.init in this program")
+    assert given_cluster(RaySettings(address="auto")) == ("auto", "--ray-address")
+    assert given_cluster(RaySettings(address="local")) == ("", "")
+
+
+def test_settings_are_options() -> None:
+    config = build_engine_config(load_plugins().settings(), ray_address="10.0.0.1:6379", ray_placement="strict-pack")
+    assert config.plugins["ray"] == RaySettings(address="10.0.0.1:6379", placement="strict-pack")
+    with pytest.raises(ConfigError, match="--ray-placement is 'diagonal'"):
+        build_engine_config(load_plugins().settings(), ray_placement="diagonal")
+    with pytest.raises(ConfigError, match="for programs outside the cluster; start fourfold on a node of it"):
+        RaySettings(address="ray://10.0.0.1:10001")
+
+
+def test_replicas_need_a_cluster_that_they_share() -> None:
+    config = EngineConfig(parallel=ParallelConfig(data_parallel_size=2), backends=BackendConfig(executor="ray"))
+    with pytest.raises(ConfigError, match="no Ray cluster is given that replicas could share"):
+        load_plugins().check_config(config)

@@ -1,0 +1,32 @@
+"""LoRA adapters while the server runs: loading and unloading, under the paths that vLLM has for them."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from fourfold_server.json_body import read_json_object
+from fourfold_server.routes_admin import read_text_fields
+from fourfold_server.state import ServerState
+
+
+def adapters_router(state: ServerState) -> APIRouter:
+    """POST /v1/load_lora_adapter and /v1/unload_lora_adapter; for operators, as the routes below /admin."""
+    router = APIRouter()
+
+    @router.post("/v1/load_lora_adapter", summary="Serve a LoRA adapter (lora_name, lora_path) as a model")
+    async def load_adapter(request: Request) -> Response:
+        body = await read_json_object(request, state)
+        fields = read_text_fields(body.values, ("lora_name", "lora_path"))
+        await state.operations.load_adapter(fields["lora_name"], fields["lora_path"], state.served_names)
+        return PlainTextResponse(f"LoRA adapter {fields['lora_name']!r} is loaded")
+
+    @router.post("/v1/unload_lora_adapter", summary="Serve a LoRA adapter (lora_name) no longer")
+    async def unload_adapter(request: Request) -> Response:
+        body = await read_json_object(request, state)
+        name = read_text_fields(body.values, ("lora_name",))["lora_name"]
+        await state.operations.unload_adapter(name)
+        return PlainTextResponse(f"LoRA adapter {name!r} is unloaded")
+
+    return router

@@ -1,0 +1,109 @@
+"""The embedded model over the nodes of a Ray cluster gives the ids that it gives uncut."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fourfold import LLM
+from fourfold_executor_ray.session import kill_session
+
+from .conftest import ONE_THREAD, Start
+from .running_server import Server, Stream, chat, wait_until
+from .test_golden import CHATS, COMPLETIONS, answer
+from .test_lifecycle import completion
+from .test_replicas import PROMPTS, replicas
+from .test_tensor_parallel import IDS, answers, expected
+
+CLUSTER = Path(__file__).parents[2] / "plugins" / "executor_ray" / "tests" / "cluster_program.py"
+
+
+class Cluster:
+    """A Ray cluster of two nodes of 2 CPUs, the first of which runs what is started here."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.address = self._line()
+
+    def order(self, text: str) -> None:
+        """``kill N`` ends a node, ``add CPUS`` brings another one."""
+        assert self._process.stdin is not None
+        print(text, file=self._process.stdin, flush=True)
+        assert self._line() == "done"
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    process = subprocess.Popen(
+        [sys.executable, "-P", CLUSTER, "2", "2"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield Cluster(process)
+    finally:
+        kill_session(process.pid)
+        process.communicate()
+
+
+def test_golden_cases_in_a_cluster_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for name, value in ONE_THREAD.items():
+        monkeypatch.setenv(name, value)
+    with LLM("smollm2", dtype="float32", executor="ray", tensor_parallel_size=2) as llm:
+        found = answers(llm)
+    assert [text for text, _ in found] == expected()
+    assert [ids for _, ids in found][: len(IDS)] == IDS
+    assert psutil.Process().children(recursive=True) == []
+
+
+def test_golden_cases_over_two_nodes_through_the_server(cluster: Cluster, tmp_path: Path) -> None:
+    address = cluster.address
+    options = ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"]
+    server = Server(["--dtype", "float32", *options], tmp_path, RAY_ADDRESS=address, **ONE_THREAD)
+    try:
+        server.wait_until_ready()
+        assert f"executor 'ray' (auto): the Ray cluster {address} is given (RAY_ADDRESS)" in server.log
+        for prompt, _, max_tokens, expected in COMPLETIONS.values():
+            body = {"model": "smollm2", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+            assert answer(server, "/v1/completions", body)[0] == expected
+        for question, _, _, expected in CHATS.values():
+            assert answer(server, "/v1/chat/completions", {**chat(question), "model": "smollm2"})[0] == expected
+        with server.client() as client:
+            topology = client.get("/topology").json()
+        ranks = [row for row in topology["processes"] if row["role"] == "worker"]
+        assert [row["label"] for row in ranks] == [f"DP0.PP{stage}.TP{place}" for stage in (0, 1) for place in (0, 1)]
+        nodes = [row["node"] for row in ranks]
+        assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
+        assert topology["replicas"][0]["comm"] == "tp=shm,pp=gloo,ep=shm"
+        pids = [row["pid"] for row in ranks]
+    finally:
+        server.kill()
+    wait_until(lambda: not any(map(psutil.pid_exists, pids)), 5, f"the end of {pids}")
+
+
+def test_streams_outlive_the_node_of_their_replica(cluster: Cluster, start: Start) -> None:
+    layout = ("--data-parallel-size", "2", "--tensor-parallel-size", "2", "--num-blocks", "2000")
+    server = start(*layout, environment={"RAY_ADDRESS": cluster.address})
+    nodes = {state["label"]: state["node"] for state in server.states().values() if state["role"] == "worker"}
+    assert nodes["DP0.PP0.TP0"] == nodes["DP0.PP0.TP1"] != nodes["DP1.PP0.TP0"] == nodes["DP1.PP0.TP1"]
+    streams = [Stream(server, "/v1/completions", completion(300, prompt=prompt)) for prompt in PROMPTS]
+    for stream in streams:
+        stream.wait_for_events(3)
+    cluster.order("kill 1")
+    for stream in streams:
+        stream.join()
+        assert (stream.error, stream.done) == (None, True)
+    cluster.order("add 2")
+    wait_until(lambda: replicas(server) == ["running"] * 2, 90, "the replica on another node")
