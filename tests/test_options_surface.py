@@ -32,6 +32,7 @@ ENGINE_OPTIONS = {
     "--experts",
     "--gpu-memory-utilization",
     "--headless",
+    "--kv-cache-dtype",
     "--kv-cache-memory",
     "--linear-method",
     "--load-balancer",
