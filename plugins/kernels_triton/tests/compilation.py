@@ -83,9 +83,6 @@ class Launches:
         if launch not in self.noted:
             self.noted.append(launch)
 
-    def wait(self) -> None:
-        """As those do that compile ahead."""
-
     def compile(self) -> list[tuple[Launch, Any]]:
         """All that was noted, in parallel."""
         with ThreadPoolExecutor(2) as pool:

@@ -90,9 +90,9 @@ def test_attention(launches):
 
 
 def test_what_is_compiled_ahead_is_what_steps_start(launches, monkeypatch):
-    monkeypatch.setattr(attention, "Compilation", lambda device: launches)
-    monkeypatch.setattr(operators, "Compilation", lambda device: launches)
-    monkeypatch.setattr(linear, "Compilation", lambda device: launches)
+    monkeypatch.setattr(attention, "compile_instead", lambda device: launches)
+    monkeypatch.setattr(operators, "compile_instead", lambda device: launches)
+    monkeypatch.setattr(linear, "compile_instead", lambda device: launches)
     cuda = torch.device("cuda")
     compute = ComputeContext(config=EngineConfig(), device=META, dtype=BF16)
     built = operators.TritonOperators(compute)
@@ -110,7 +110,7 @@ def test_what_is_compiled_ahead_is_what_steps_start(launches, monkeypatch):
         if norm:
             weight = torch.empty(128, dtype=BF16, device=META)
             backend.norm_heads(weight, weight, 1e-6)
-        assert backend._compile() is launches
+        backend._compile()
     ahead, launches.noted = launches.noted, []
     for norm in (False, True):
         attend(BF16, QWEN, (1,) * 32, norm=norm)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from threading import Event
+from threading import Event, Timer
 
 import pytest
 import torch
 
-from fourfold_kernels_triton.compile_ahead import Compilation
+from fourfold_kernels_triton.compile_ahead import compile_instead
+from fourfold_kernels_triton.launch import launch, settle
 
 DEVICE = torch.device("cuda")
 
@@ -19,6 +20,7 @@ class Kernel:
     def __init__(self, error=None):
         self.error = error
         self.compiled = []
+        self.launched = []
         self.may_end = Event()
 
     def warmup(self, *args, **options):
@@ -26,6 +28,9 @@ class Kernel:
         self.compiled.append((args, options))
         if self.error:
             raise self.error
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.launched.append(args)
 
 
 @pytest.fixture(autouse=True)
@@ -37,27 +42,28 @@ def test_equal_starts_are_compiled_once_as_they_would_be_launched():
     kernel, x = Kernel(), torch.empty(3, device="meta")
     kernel.may_end.set()
     for _ in range(2):
-        compilation = Compilation(DEVICE)
-        compilation(kernel, (1, 2), x, 16, EARLY=True, WIDTH=4)
-        compilation.wait()
+        compile_instead(DEVICE)(kernel, (1, 2), x, 16, EARLY=True, WIDTH=4)
+        settle(kernel)
     options = {"grid": (1, 2), "EARLY": True, "WIDTH": 4, "enable_fp_fusion": True, "launch_pdl": True}
     assert kernel.compiled == [((torch.float32, 16), options)]
 
 
-def test_it_goes_on_meanwhile_and_waits_when_told():
-    kernel = Kernel()
-    compilation = Compilation(DEVICE)
-    compilation(kernel, (1,))
+def test_a_launch_waits_for_what_is_compiled_of_its_kernel_alone():
+    kernel, other = Kernel(), Kernel()
+    for one in (kernel, other):
+        compile_instead(DEVICE)(one, (1,))
     assert kernel.compiled == []
-    kernel.may_end.set()
-    compilation.wait()
+    Timer(0.2, kernel.may_end.set).start()
+    launch(kernel, (1,), 7)
     assert len(kernel.compiled) == 1
+    assert kernel.launched == [(7,)]
+    assert other.compiled == []
+    other.may_end.set()
 
 
 def test_a_failure_is_left_to_the_first_use():
     kernel = Kernel(ValueError("no"))
     kernel.may_end.set()
-    compilation = Compilation(DEVICE)
-    compilation(kernel, (1,))
-    compilation.wait()
-    assert len(kernel.compiled) == 1
+    compile_instead(DEVICE)(kernel, (1,))
+    launch(kernel, (1,))
+    assert len(kernel.compiled) == len(kernel.launched) == 1

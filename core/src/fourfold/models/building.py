@@ -133,8 +133,8 @@ class DecoderBuilder:
         )
         self._chosen = {"attention": attention_name, "linear_method": linear_name, "operators": operators_name}
         self._parameters: dict[str, Load] = {}
-        self._targets: dict[str, AdapterTarget] = {}
         self._summing_norm: SummingNorm | None = None
+        self._targets: dict[str, AdapterTarget] = {}
         self._shared: dict[str, StepPart] = {}
         """What moe layers have in common."""
         self._expert_memory = None if description.mixture is None else WeightMemory(device)

@@ -171,7 +171,7 @@ class ModelRunner:
         outputs.append(self.execute(StepMessage(step=1, scheduled=[decode])))
         self.execute(StepMessage(step=2, ended=[0]))
         if any(NOT_FINITE in output.errors.values() for output in outputs):
-            hint = "" if self._model.dtype == torch.float32 else ", or it needs --dtype float32"
+            hint = "" if self._device.dtype == torch.float32 else ", or it needs --dtype float32"
             raise CheckpointError(
                 f"the model's first logits are not finite; its weights are damaged, or its config.json is wrong{hint}"
             )

@@ -18,10 +18,6 @@ class Model(CachedModel, Protocol):
     """What the runner needs of a decoder; T tokens, R rows, H hidden size, V vocabulary size."""
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of activations."""
-
-    @property
     def operators(self) -> Operators:
         """Those of its own norms; they sample too."""
 

@@ -17,7 +17,7 @@ import torch
 from fourfold.contracts.attention_backend import AttentionMetadata
 from fourfold.errors import Unsupported
 from fourfold.layers.scaled_rows import SCALE_BYTES
-from fourfold_kernels_triton.compile_ahead import Compilation
+from fourfold_kernels_triton.compile_ahead import compile_instead
 from fourfold_kernels_triton.counters import Counters
 from fourfold_kernels_triton.kernels.cache_write import write_cache
 from fourfold_kernels_triton.kernels.decode import attend_decodes
@@ -104,7 +104,8 @@ class TritonAttention:
         }
 
         self._context = context
-        self._compilation = None if spec.head_norms else self._compile()
+        if not spec.head_norms:
+            self._compile()
 
     def norm_heads(
         self, query_weight: torch.Tensor, key_weight: torch.Tensor, epsilon: float, *, weight_offset: float = 0.0
@@ -113,7 +114,7 @@ class TritonAttention:
         self._query_weight, self._key_weight = query_weight, key_weight
         self._epsilon, self._weight_offset = epsilon, weight_offset
         self._heads = self._heads | {"NORM": True}
-        self._compilation = self._compile()
+        self._compile()
 
     def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """[blocks, kv heads, keys and values, block_size, head_dim]: one head of a block is read in one piece.
@@ -132,9 +133,6 @@ class TritonAttention:
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """See the contract; ``qkv`` is left as it is."""
-        if self._compilation is not None:
-            self._compilation.wait()
-            self._compilation = None
         if qkv.shape[1] != self._width or qkv.stride(1) != 1:
             raise Unsupported(f"qkv is dense rows of {self._width}, not {tuple(qkv.shape)} of strides {qkv.stride()}")
         out = torch.empty(
@@ -157,14 +155,13 @@ class TritonAttention:
             self._attend_decodes(step)
         return out
 
-    def _compile(self) -> Compilation | None:
+    def _compile(self) -> None:
         """Start compiling what a decode step and one with a prompt need, from tensors without content."""
         context, spec = self._context, self._spec
         if context.device.type != "cuda":
-            return None
-        compilation = Compilation(context.device)
+            return
         twin = copy.copy(self)
-        twin._launch, twin._compilation = compilation, None
+        twin._launch = compile_instead(context.device)
         empty = functools.partial(torch.empty, device="meta")
         cache = empty(self.kv_cache_shape(1, context.config.cache.block_size), dtype=context.cache_dtype)
         cos_sin = empty((1, spec.rotary_dim), dtype=torch.float32) if spec.rotary_dim else None
@@ -182,7 +179,6 @@ class TritonAttention:
             )
             qkv = empty((tokens, self._width), dtype=context.dtype)
             twin.rotate_and_attend(qkv, empty(tokens, dtype=torch.int64), cos_sin, cache, metadata)
-        return compilation
 
     def _write(self, step: _Step) -> None:
         tokens = step.qkv.shape[0]

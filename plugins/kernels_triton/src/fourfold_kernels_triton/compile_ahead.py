@@ -6,41 +6,33 @@ It all lands in Triton's caches, so nothing depends on it: a kernel that is not 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from threading import Thread
-from typing import Any, Final
+from typing import Any
 
 import torch
 
-from fourfold_kernels_triton.launch import triton_options
-
-DEADLINE: Final = 120.0
-"""Seconds to wait for kernels; after that the first use compiles them."""
+from fourfold_kernels_triton.launch import note_compilation, triton_options
 
 
-class Compilation:
-    """Takes the place of ``launch`` in a run on meta tensors: notes what would be started, and compiles it."""
+def compile_instead(device: torch.device) -> Callable[..., None]:
+    """What takes the place of ``launch`` in a run on meta tensors: compiles what would be started.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._futures: list[Future[None]] = []
+    Equal starts are compiled once a process. The first real ``launch`` of a kernel waits for what is compiled of it.
+    """
 
-    def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        """As ``launch``; equal starts are compiled once a process."""
+    def start(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         kinds = tuple(one.dtype if isinstance(one, torch.Tensor) else one for one in args)
-        self._futures.append(_start(self._device, kernel, grid, kinds, tuple(triton_options(options).items())))
+        _start(device, kernel, grid, kinds, tuple(triton_options(options).items()))
 
-    def wait(self) -> None:
-        """Until all is compiled, or failed: the first use raises what is wrong."""
-        wait(self._futures, timeout=DEADLINE)
-        self._futures.clear()
+    return start
 
 
 @functools.cache
 def _start(
     device: torch.device, kernel: Any, grid: tuple[int, ...], kinds: tuple[Any, ...], options: Iterable[Any]
-) -> Future[None]:
+) -> None:
     future: Future[None] = Future()
 
     def run() -> None:
@@ -48,8 +40,8 @@ def _start(
             with torch.cuda.device(device):
                 kernel.warmup(*kinds, grid=grid, **dict(options))
             future.set_result(None)
-        except Exception as error:
+        except Exception as error:  # the first use raises what is wrong
             future.set_exception(error)
 
+    note_compilation(kernel, future)
     Thread(target=run, name=f"compile {kernel.__name__}", daemon=True).start()
-    return future

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from concurrent.futures import Future, wait
+from typing import Any, Final
 
 import torch
+
+DEADLINE: Final = 120.0
+"""Seconds to wait for a kernel that is being compiled; after that starting it compiles it."""
+_COMPILING: Final[dict[Any, list[Future[None]]]] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -16,7 +21,19 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     With ``EARLY=True`` programs start while the kernel before still runs, and wait for it themselves.
     """
     if 0 not in grid:
+        if kernel in _COMPILING:
+            settle(kernel)
         kernel[grid](*args, **triton_options(options))
+
+
+def note_compilation(kernel: Any, future: Future[None]) -> None:
+    """Something of ``kernel`` is being compiled, until ``future`` is done."""
+    _COMPILING.setdefault(kernel, []).append(future)
+
+
+def settle(kernel: Any) -> None:
+    """Return when all that is being compiled of ``kernel`` is, or has failed."""
+    wait(_COMPILING.pop(kernel, ()), timeout=DEADLINE)
 
 
 def triton_options(options: dict[str, Any]) -> dict[str, Any]:

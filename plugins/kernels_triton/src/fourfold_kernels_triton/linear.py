@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from fourfold.layers.torch_linear import DenseWeight, TorchLinearMethod
-from fourfold_kernels_triton.compile_ahead import Compilation
+from fourfold_kernels_triton.compile_ahead import compile_instead
 from fourfold_kernels_triton.kernels.products import vector_product
 from fourfold_kernels_triton.launch import launch, starts_early
 
@@ -44,7 +44,7 @@ class TritonLinearMethod(TorchLinearMethod):
     def _compile(self, weight: DenseWeight) -> None:
         if self._device.type == "cuda" and weight.dense.dtype.itemsize == 2 and weight.in_features % 8 == 0:
             twin = copy.copy(self)
-            twin._launch = Compilation(self._device)
+            twin._launch = compile_instead(self._device)
             x = torch.empty(1, weight.in_features, dtype=weight.dense.dtype, device="meta")
             twin.apply(weight, x)
             if weight.out_features >= _LEAST_VOCABULARY:

@@ -10,7 +10,7 @@ import torch
 
 from fourfold.errors import Unsupported
 from fourfold.layers.router import LEAST_SUM
-from fourfold_kernels_triton.compile_ahead import Compilation
+from fourfold_kernels_triton.compile_ahead import compile_instead
 from fourfold_kernels_triton.counters import Counters
 from fourfold_kernels_triton.kernels.activations import gated_rows, soft_cap_rows
 from fourfold_kernels_triton.kernels.norms import add_rms_norm_rows, head_rms_norm_rows, rms_norm_rows
@@ -46,13 +46,12 @@ class TritonOperators:
         self._launch: Callable[..., None] = launch
         self._counters = Counters(context.device)
         self._factors: dict[tuple[float, torch.dtype], float] = {}
-        self._compilations = [self._compile(_sample)]
+        self._compile(_sample)
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, *, weight_offset: float = 0.0
     ) -> torch.Tensor:
         """See the contract."""
-        self._ready()
         width = x.shape[-1]
         rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, width)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -235,21 +234,14 @@ class TritonOperators:
             operators.add_rms_norm(x, x, x[0], 1e-6)
             operators.gated(torch.empty(2, 2 * intermediate_size, dtype=self.dtype, device="meta"), activation)
 
-        self._compilations.append(self._compile(rows))
+        self._compile(rows)
 
-    def _compile(self, use: Callable[[TritonOperators], None]) -> Compilation:
+    def _compile(self, use: Callable[[TritonOperators], None]) -> None:
         """Start compiling what ``use`` would start."""
-        compilation = Compilation(self._device)
         if self._device.type == "cuda":
             twin = copy.copy(self)
-            twin._launch, twin._compilations = compilation, []
+            twin._launch = compile_instead(self._device)
             use(twin)
-        return compilation
-
-    def _ready(self) -> None:
-        """Wait for what is being compiled."""
-        while self._compilations:
-            self._compilations.pop().wait()
 
     def _reduce(
         self,
@@ -261,7 +253,6 @@ class TritonOperators:
         **options: Any,
     ) -> None:
         """Run a kernel whose blocks leave a float and a ``second`` each, of which their row's last makes ``outs``."""
-        self._ready()
         rows, width = logits.shape
         blocks = -(-width // _VOCABULARY_COLUMNS)
         found = torch.empty(rows * blocks, dtype=torch.float32, device=logits.device)
