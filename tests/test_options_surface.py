@@ -35,6 +35,7 @@ ENGINE_OPTIONS = {
     "--experts",
     "--gpu-memory-utilization",
     "--headless",
+    "--kv-cache-dtype",
     "--kv-cache-memory",
     "--linear-method",
     "--load-balancer",
