@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 import torch
@@ -86,7 +87,7 @@ def travel(rank: Rank) -> list[list[float]]:
                 wire.combine_send(wire.dispatch_receive().x)
                 wire.combine_receive()
 
-            rows.append(median([lambda wire=wire, trip=trip: trip(wire) for wire in wires], ROUNDS))
+            rows.append(median([partial(trip, wire) for wire in wires], ROUNDS))
     return rows
 
 
@@ -95,7 +96,7 @@ def vote(rank: Rank) -> list[float]:
     with ExitStack() as stack:
         ballots = [Ballot(stack.enter_context(connected(rank, name, "cpu")), 1) for name in ("shm", "gloo")]
         mine = StepVote(has_work=True, may_pause=False)
-        return median([lambda ballot=ballot: ballot.hold(7, mine, wants_cut=False) for ballot in ballots], 5 * ROUNDS)
+        return median([partial(ballot.hold, 7, mine, wants_cut=False) for ballot in ballots], 5 * ROUNDS)
 
 
 def balance() -> None:
