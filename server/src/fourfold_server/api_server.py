@@ -111,6 +111,8 @@ class ApiServer:
         threading.Thread(target=self._load_model, args=(loop,), name="load-model", daemon=True).start()
         self._serving = asyncio.create_task(self._http.serve(sockets=[] if listener is None else [listener]))
         self._serving.add_done_callback(self._http_ended)
+        while not (self._http.started or self._serving.done()):
+            await asyncio.sleep(0)  # a connection that came before would be hung up on
 
     def take_connection(self, connection: socket) -> None:
         """Serve a connection that somebody else accepted."""
