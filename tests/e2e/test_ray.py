@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,18 +44,20 @@ class Cluster:
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    process = subprocess.Popen(
-        [sys.executable, "-P", CLUSTER, "2", "2"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield Cluster(process)
-    finally:
-        kill_session(process.pid)
-        process.communicate()
+    # With a short path, as sockets lie in it.
+    with tempfile.TemporaryDirectory(prefix="ff-ray-", ignore_cleanup_errors=True) as folder:
+        process = subprocess.Popen(
+            [sys.executable, "-P", CLUSTER, folder, "2", "2"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            yield Cluster(process)
+        finally:
+            kill_session(process.pid)
+            process.communicate()
 
 
 def test_golden_cases_in_a_cluster_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -52,21 +53,22 @@ class RayCluster:
 
 @contextmanager
 def started_cluster(*cpus: int) -> Iterator[RayCluster]:
-    command = [sys.executable, "-P", HERE / "cluster_program.py", *map(str, cpus)]
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env=with_tests_on_path(),
-    )
-    try:
-        yield RayCluster(process)
-    finally:
-        kill_session(process.pid)
-        process.communicate(timeout=DEADLINE)
-        wait_until(lambda: not any(map(still_runs, members(process.pid))), "the end of the cluster")
+    # With a short path, as sockets lie in it.
+    with tempfile.TemporaryDirectory(prefix="ff-ray-", ignore_cleanup_errors=True) as folder:
+        process = subprocess.Popen(
+            [sys.executable, "-P", HERE / "cluster_program.py", folder, *map(str, cpus)],
+            env=with_tests_on_path(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            yield RayCluster(process)
+        finally:
+            kill_session(process.pid)
+            process.communicate(timeout=DEADLINE)
+            wait_until(lambda: not any(map(still_runs, members(process.pid))), "the end of the cluster")
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import secrets
 import shutil
@@ -13,7 +14,6 @@ import threading
 import time
 from collections import defaultdict
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -75,7 +75,10 @@ class RayExecutor(RankExecutor):
         self._address, where = given_cluster(settings_of(context.config))
         if self._address:
             logger.info("the ranks run in the Ray cluster %s (%s)", self._address, where)
-        self._folder = Path(tempfile.mkdtemp(prefix="fourfold-ray-"))
+        self._folder = "" if self._address else tempfile.mkdtemp(prefix="fourfold-ray-")
+        """For what a cluster of its own writes."""
+        # Where ranks of this node meet: gone with this process, whatever ends it.
+        self._meeting = os.memfd_create("fourfold-rendezvous", os.MFD_CLOEXEC)
         self._news: queue.SimpleQueue[News | ChildExit | _Streams] = queue.SimpleQueue()
         self._own_address = ""
         self._streams: _Streams = {}
@@ -129,7 +132,7 @@ class RayExecutor(RankExecutor):
             tp=self._layout.tp,
             replicas=self._layout.dp,
             timeout=self._timeouts.startup_timeout,
-            folder=str(self._folder),
+            folder=self._folder,
             log_level=log_level(),
         )
 
@@ -196,7 +199,7 @@ class RayExecutor(RankExecutor):
         nodes = [] if others is None else others.ways(self._take_answer)
         self._connect(self._streams, nodes=nodes, on_end=self._note_hangup)
         # Ranks of one node need no port to meet.
-        rendezvous = "" if others is not None else f"file://{self._folder}/meeting"
+        rendezvous = "" if others is not None else f"file:///proc/{os.getpid()}/fd/{self._meeting}"
         self._start_workers(self._context, rendezvous=rendezvous, started=self._started)
         found = self.collective_rpc(describe_process)
         self._rows = [
@@ -290,7 +293,9 @@ class RayExecutor(RankExecutor):
             kill_session(self._driver.pid)
         for row in self._rows:
             end_process(row, grace)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self._meeting)
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     # --- names ---------------------------------------------------------------------------------------------------
 
