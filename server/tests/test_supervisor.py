@@ -69,7 +69,7 @@ class Deployment:
             log_level="info",
             lockstep=lockstep,
         )
-        self.engines = engines = EngineRole(shape, table, "fake_engine")
+        self.role = engines = EngineRole(shape, table, "fake_engine")
         engines.add_listener(self.listener.engine_changed)
         self.supervisor = Supervisor(
             engines,
@@ -220,7 +220,7 @@ def test_rapid_failures_end_nothing_while_another_node_serves(start: Start, monk
         dtype="float32",
         backends={},
     )
-    deployment.supervisor.post(lambda: deployment.engines.tell(elsewhere))
+    deployment.supervisor.post(lambda: deployment.role.tell(elsewhere))
     seen = [deployment.listener.next() for _ in range(8)]  # one of them is the other node's
     assert seen[-1] == ("ready", 4)
 
