@@ -83,7 +83,7 @@ def test_plugins_are_found_from_wheels_without_torch(python: Path) -> None:
         "print('torch' in sys.modules)"
     )
     plugins = sorted(name for project in PROJECTS for name in metadata(project)["entry-points"]["fourfold"])
-    assert run(python, code).splitlines() == [f"{plugins} ['external', 'mp', 'uniproc']", "False"]
+    assert run(python, code).splitlines() == [f"{plugins} ['external', 'mp', 'ray', 'uniproc']", "False"]
 
 
 def test_a_config_is_built_and_resolved_from_wheels_without_torch(python: Path) -> None:

@@ -64,11 +64,12 @@ def test_golden_cases_in_a_cluster_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     for name, value in ONE_THREAD.items():
         monkeypatch.setenv(name, value)
+    others = psutil.Process().children(recursive=True)
     with LLM("smollm2", dtype="float32", executor="ray", tensor_parallel_size=2) as llm:
         found = answers(llm)
     assert [text for text, _ in found] == expected()
     assert [ids for _, ids in found][: len(IDS)] == IDS
-    assert psutil.Process().children(recursive=True) == []
+    assert set(psutil.Process().children(recursive=True)) <= set(others)
 
 
 def test_golden_cases_over_two_nodes_through_the_server(cluster: Cluster, tmp_path: Path) -> None:

@@ -224,6 +224,7 @@ def pipes(rank: Rank, name: str, device: str) -> list[int]:
                 target = torch.zeros(rows, device=where)
                 lengths.append(receiver.receive([target[: rows // 2], target[rows // 2 :]]))
                 check(target, data(10 * before + way, (rows,), torch.float32, "cpu", late))
+        communicator.barrier()  # what a peer has not received may be lost when its sender closes
         for close in [one.close for one in senders] + [one.close for one in receivers]:
             close()
             close()
