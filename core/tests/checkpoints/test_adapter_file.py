@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fourfold.checkpoints.adapter_file import read_adapter
+from fourfold.checkpoints.adapter_file import adapter_folder, read_adapter
+from fourfold.checkpoints.json_file import MAX_BYTES
 from fourfold.errors import CheckpointError, ConfigError
 from fourfold.models.description import LayerDescription, ModelDescription, RotaryDescription
 
@@ -58,6 +59,7 @@ def test_it_is_read(tmp_path: Path) -> None:
     ("config", "message"),
     [
         ({"peft_type": "IA3"}, r"peft_type 'IA3'; only LORA"),
+        ({"lora_alpha": 10**400}, r"lora_alpha: 1000+; a number"),
         ({"bias": "all"}, r"bias 'all'; only none"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save: \['lm_head'\]; whole modules .* are not supported"),
         ({"use_dora": True}, r"use_dora: True; DoRA"),
@@ -87,6 +89,27 @@ def test_tensors_of_another_model_are_refused(tmp_path: Path, name: str, shape: 
         tensors[name.replace("lora_A", "lora_B")] = torch.ones(24, 4)
     with pytest.raises(CheckpointError, match=message):
         read_adapter(write(tmp_path, tensors), MODEL, max_rank=4)
+
+
+def test_a_matrix_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    twice = {**TENSORS, f"base_model.model.{UP}.lora_A.default.weight": torch.zeros(4, 8)}
+    with pytest.raises(CheckpointError, match=f"matrix A of {UP} twice"):
+        read_adapter(write(tmp_path, twice), MODEL, max_rank=4)
+
+
+def test_paths_that_cannot_be_looked_up_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="cannot be looked up"):
+        adapter_folder("~nobody-of-this-name/adapter")
+    with pytest.raises(CheckpointError, match="no LoRA adapter: File name too long"):
+        read_adapter(Path("a" * 5000), MODEL, max_rank=4)
+
+
+def test_a_config_of_many_megabytes_is_not_read(tmp_path: Path) -> None:
+    write(tmp_path)
+    with (tmp_path / "adapter_config.json").open("r+b") as file:
+        file.truncate(MAX_BYTES + 1)
+    with pytest.raises(CheckpointError, match=f"has {MAX_BYTES + 1} bytes"):
+        read_adapter(tmp_path, MODEL, max_rank=4)
 
 
 def test_files_that_are_not_whole_are_refused(tmp_path: Path) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from pathlib import Path
 
 from msgspec.structs import replace
 
+from fourfold.checkpoints.adapter_file import adapter_folder
 from fourfold.client.engine_client import EngineClient
 from fourfold.engine.operations import sleep_calls, update_calls
 from fourfold.engine.sleep import check_level, check_tags
@@ -89,4 +89,4 @@ class Operations:
 def wished_adapter(name: str, folder: str) -> WishedAdapter:
     """An adapter that is to be loaded."""
     unique = f"{name}#{secrets.token_hex(8)}"
-    return WishedAdapter(name=name, folder=str(Path(folder).expanduser().absolute()), unique=unique)
+    return WishedAdapter(name=name, folder=str(adapter_folder(folder)), unique=unique)

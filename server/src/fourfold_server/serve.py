@@ -306,7 +306,7 @@ def _wish_adapters(run_directory: RunDirectory, server_config: ServerConfig) -> 
 
 
 def _check_adapters(config: EngineConfig, server_config: ServerConfig, description: ModelDescription) -> None:
-    from fourfold.checkpoints.adapter_file import read_adapter
+    from fourfold.checkpoints.adapter_file import adapter_folder, read_adapter
 
     adapters, lora = server_config.adapters, config.lora
     if not adapters:
@@ -320,7 +320,7 @@ def _check_adapters(config: EngineConfig, server_config: ServerConfig, descripti
     if len(adapters) > lora.max_loras:
         raise ConfigError(f"--lora-modules has {len(adapters)} adapters, and --max-loras is {lora.max_loras}; raise it")
     for _, folder in adapters:
-        read_adapter(Path(folder).expanduser(), description, max_rank=lora.max_lora_rank)
+        read_adapter(adapter_folder(folder), description, max_rank=lora.max_lora_rank)
 
 
 def _check_config(config: EngineConfig, server_config: ServerConfig, registry: PluginRegistry) -> EngineConfig:

@@ -58,12 +58,24 @@ class Adapter:
     """By the module's name in the model's checkpoint, such as ``model.layers.0.mlp.up_proj``."""
 
 
+def adapter_folder(path: str) -> Path:
+    """The absolute folder that ``path`` means. Raises CheckpointError for the home of a user who does not exist."""
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:
+        raise CheckpointError(f"{path!r} cannot be looked up: {error}") from error
+
+
 def read_adapter(folder: Path, description: ModelDescription, *, max_rank: int) -> Adapter:
     """Look at an adapter's config and header. Raises CheckpointError for what is missing, damaged, not supported or of
     another model than the described one, and for a rank above ``max_rank``.
     """
     for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():
+        try:
+            present = (folder / name).is_file()
+        except OSError as error:  # such as a name that is too long
+            raise CheckpointError(f"{folder} is no LoRA adapter: {error.strerror}") from error
+        if not present:
             raise CheckpointError(f"{folder} is no LoRA adapter: it has no {name}")
     rank, scale = _read_scale(folder, max_rank)
     file = folder / WEIGHTS
@@ -111,7 +123,10 @@ def _pair(file: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Matric
         match = _TENSOR.fullmatch(name)
         if match is None:
             raise CheckpointError(f"{file} holds tensor {name}, which is no matrix A or B of a linear layer")
-        found.setdefault(match["module"], {})[match["matrix"]] = name
+        matrices = found.setdefault(match["module"], {})
+        if other := matrices.get(match["matrix"]):
+            raise CheckpointError(f"{file} has matrix {match['matrix']} of {match['module']} twice: {other} and {name}")
+        matrices[match["matrix"]] = name
     for module, matrices in found.items():
         if len(matrices) != 2:
             raise CheckpointError(f"{file} has only matrix {'/'.join(matrices)} of {module}; A and B belong together")

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fourfold.errors import CheckpointError
 
+MAX_BYTES: Final = 64 << 20
+"""Far beyond any; parsing takes the engine's time."""
+
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in ``path``. Raises CheckpointError where it is missing, unreadable or no JSON object."""
+    """The object in ``path``. Raises CheckpointError where it is missing, unreadable, too large or no JSON object."""
     try:
+        if (size := path.stat().st_size) > MAX_BYTES:
+            raise CheckpointError(f"{path} has {size} bytes; a JSON file of a checkpoint has {MAX_BYTES} at most")
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None

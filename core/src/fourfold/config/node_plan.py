@@ -50,7 +50,7 @@ def plan_nodes(config: EngineConfig) -> NodePlan:
         _check_range(rank, 1, size)
         return NodePlan(num_engines=1, local=range(1), first_rank=rank, ranks_per_engine=ranks)
     start = nodes.data_parallel_start_rank
-    count = size - start if nodes.data_parallel_size_local is None else nodes.data_parallel_size_local
+    count = max(1, size - start) if nodes.data_parallel_size_local is None else nodes.data_parallel_size_local
     _check_range(start, count, size)
     if nodes.data_parallel_hybrid_lb:
         if count < 1:

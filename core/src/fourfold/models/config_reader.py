@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +28,7 @@ class ConfigReader:
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number; required when there is no default."""
         value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
             raise ConfigError(f"{self.where} has {key}: {value!r}; a number")
         return float(value)
 
