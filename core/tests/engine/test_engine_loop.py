@@ -251,6 +251,18 @@ def test_an_operation_waits_for_the_steps_in_the_air(harness: Harness) -> None:
     assert isinstance(message, UtilityReply)
 
 
+def test_every_server_hears_of_an_operation_before_its_reply(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, coordinated=True)  # so that servers hear nothing else unasked
+    harness.thread.start()
+    try:
+        harness.send(CallUtility(client=0, call_id=5, method="wake_up", arguments={"tags": []}))
+        while not isinstance(harness.receive(0), UtilityReply):
+            pass
+        assert isinstance(harness.receive(1), EngineOutputs)
+    finally:
+        harness.close()
+
+
 def test_an_error_of_a_step_comes_out(harness: Harness) -> None:
     harness.core.step_error = ValueError("the executor broke")
     harness.send(request("a"))

@@ -248,8 +248,10 @@ class EngineLoop:
                 self._send_outputs(self._clients[message.client], [refusal])
         else:
             reply = self._call_utility(message)
-            if OPERATIONS.get(message.method):  # who asked knows how things stand before it has the reply
-                self._send_outputs(self._clients[message.client], [])
+            if OPERATIONS.get(message.method):
+                # All API servers know how things stand before one says that it is done: any may get the next request.
+                for client in self._clients:
+                    self._send_outputs(client, [])
             self._clients[message.client].send(reply)
 
     def _add(self, request: AddRequest) -> RequestOutput | None:
