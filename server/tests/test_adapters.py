@@ -55,10 +55,10 @@ def test_an_adapter_that_an_engine_refuses_is_nowhere(start_server: Any) -> None
     ("path", "body", "status", "message"),
     [
         ("load", {"lora_name": "m", "lora_path": "/x"}, 400, "a model 'm' is served already"),
-        ("load", {"lora_name": "x"}, 400, "lora_path is None"),
+        ("load", {"lora_name": "x"}, 400, "lora_path is missing"),
         ("load", {**LOAD, "base": 1}, 400, "unknown field 'base'"),
         ("unload", {"lora_name": "x"}, 404, "no LoRA adapter 'x' is loaded"),
-        ("unload", {}, 400, "lora_name is None"),
+        ("unload", {}, 400, "lora_name is missing"),
     ],
 )
 def test_what_cannot_be_is_refused(server: Any, path: str, body: dict[str, Any], status: int, message: str) -> None:

@@ -75,10 +75,11 @@ def test_one_operation_at_a_time(start_server: Any) -> None:
         ("/admin/sleep?level=3", None, "level is 3"),
         ("/admin/sleep?level=x", None, "level"),
         ("/admin/wake_up?tags=weights&tags=all", None, "no tag 'all'"),
-        ("/admin/update_weights", {}, "model is None"),
         ("/admin/update_weights", {"model": 5}, "model is 5"),
         ("/admin/update_weights", {"model": " "}, "model is ' '"),
         ("/admin/update_weights", {"model": "a", "x": 1}, "unknown field 'x'; the fields are model"),
+        ("/admin/update_weights", {"path": "a"}, "unknown field 'path'; the fields are model"),
+        ("/admin/update_weights", {}, "model is missing; a text"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_called(server: Any, path: str, body: Any, message: str) -> None:

@@ -27,3 +27,8 @@ def test_layers_of_stages() -> None:
     assert config.layers_of_stages == (7, 8, 8, 7)
     assert ParallelConfig(pipeline_parallel_size=4, pipeline_partition="auto").layers_of_stages is None
     assert ParallelConfig(pipeline_parallel_size=4, pipeline_partition="auto:measure").layers_of_stages is None
+
+
+def test_more_replicas_than_anybody_means_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--data-parallel-size is 100000; 1024 at most"):
+        ParallelConfig(data_parallel_size=100_000)

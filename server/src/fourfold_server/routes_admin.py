@@ -55,12 +55,13 @@ def admin_router(state: ServerState) -> APIRouter:
 
 def read_text_fields(body: dict[str, Any], names: Sequence[str]) -> dict[str, str]:
     """The fields of a body that has exactly these, each a text that is not empty. Raises RequestError."""
-    for name in [*names, *body]:
-        value = body.get(name)
+    for name in [*body, *names]:
         if name not in names:
             raise RequestError(f"unknown field {name!r}; the fields are {', '.join(names)}", parameter=name)
-        if not isinstance(value, str) or not value.strip():
-            raise RequestError(f"{name} is {value!r:.100}; a text that is not empty", parameter=name)
+        if name not in body:
+            raise RequestError(f"{name} is missing; a text", parameter=name)
+        if not isinstance(body[name], str) or not body[name].strip():
+            raise RequestError(f"{name} is {body[name]!r:.100}; a text that is not empty", parameter=name)
     return {name: body[name] for name in names}
 
 

@@ -9,6 +9,8 @@ from fourfold.errors import ConfigError
 from fourfold.layout import ParallelLayout
 
 AUTO_PARTITION: Final = "auto"
+MAX_REPLICAS: Final = 1024
+"""Far beyond what one coordinator has been tried with; a slip of the finger starts no storm of processes."""
 _DBO_THRESHOLDS: Final = ("dbo_decode_tokens", "dbo_prefill_tokens")
 MEASURED_PARTITION: Final = "auto:measure"
 
@@ -46,6 +48,8 @@ class ParallelConfig:
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", *_DBO_THRESHOLDS):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; 1 or more")
+        if self.data_parallel_size > MAX_REPLICAS:
+            raise ConfigError(f"--data-parallel-size is {self.data_parallel_size}; {MAX_REPLICAS} at most")
         if self.pipeline_partition not in (AUTO_PARTITION, MEASURED_PARTITION):
             _parse_partition(self.pipeline_partition, self.pipeline_parallel_size)
 
