@@ -81,7 +81,7 @@ def serve(
     config or checkpoint; EngineError for what else ends the deployment.
     """
     # Here, so that `fourfold serve --help` stays quick.
-    from fourfold.supervision.run_directory import CONFIG_FILE, RunDirectory
+    from fourfold.supervision.run_directory import RunDirectory
     from fourfold_server.listening_socket import listen, url_of
     from fourfold_server.roles import Shape
 
@@ -99,15 +99,7 @@ def serve(
         return
     _check_certificate(server_config)
     with listen(server_config.host, server_config.port) as listener, RunDirectory.create() as run_directory:
-        try:
-            run_directory.write_file(CONFIG_FILE, encode_config(config))
-            _wish_adapters(run_directory, server_config)
-            if num_api_servers > 1:
-                _prepare_sharing(run_directory, server_config)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write into the run directory {run_directory.path}: {error.strerror}; set XDG_RUNTIME_DIR"
-            ) from error
+        _fill(run_directory, config, server_config, num_api_servers)
         launch = _Launch(
             shape=Shape(
                 run_directory=run_directory.path,
@@ -271,6 +263,21 @@ def _serve_headless(
         failure = HeadlessNode(plan, config, server_config, registry, run_directory).run(parent)
     if failure is not None:
         _end(failure)
+
+
+def _fill(run_directory: RunDirectory, config: EngineConfig, server_config: ServerConfig, num_api_servers: int) -> None:
+    """Write what all processes of the deployment read."""
+    from fourfold.supervision.run_directory import CONFIG_FILE
+
+    try:
+        run_directory.write_file(CONFIG_FILE, encode_config(config))
+        _wish_adapters(run_directory, server_config)
+        if num_api_servers > 1:
+            _prepare_sharing(run_directory, server_config)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write into the run directory {run_directory.path}: {error.strerror}; set XDG_RUNTIME_DIR"
+        ) from error
 
 
 def _prepare_sharing(run_directory: RunDirectory, server_config: ServerConfig) -> None:

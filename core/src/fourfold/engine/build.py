@@ -17,7 +17,7 @@ from fourfold.engine.engine_core import EngineCore
 from fourfold.engine.executor_client import ExecutorClient
 from fourfold.engine.refusal import refusal
 from fourfold.entries import ExecutorContext, SchedulerContext
-from fourfold.errors import ConfigError, EngineError, ExecutorFailed, WorkerError
+from fourfold.errors import EngineError, ExecutorFailed, WorkerError
 from fourfold.messages import EngineReady, StageInfo, WorkerInfo
 from fourfold.models.parallel_limits import check_cut
 from fourfold.plugins import PluginRegistry
@@ -45,12 +45,6 @@ def build_engine(config: EngineConfig, registry: PluginRegistry, *, dp_rank: int
     started = time.monotonic()
     description = describe_checkpoint(config.model, registry, NoProgress())
     check_cut(description, config.parallel)
-    if config.parallel.enable_dbo and not config.parallel.enable_expert_parallel:
-        raise ConfigError("--enable-dbo overlaps tokens' travel to experts; it needs --enable-expert-parallel")
-    if config.parallel.enable_expert_parallel and description.mixture is None:
-        raise ConfigError(
-            f"{description.architecture} has no experts to spread over ranks; leave out --enable-expert-parallel"
-        )
     scheduler = select("scheduler", registry.schedulers(), config.backends.scheduler, config)
     executor = select("executor", registry.executors(), config.backends.executor, config)
     logger.debug("%s; %s", executor.reason, scheduler.reason)  # the names were chosen, and logged, before

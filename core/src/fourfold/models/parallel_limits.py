@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fourfold.errors import ConfigError
 from fourfold.layers.partition import cut_heads
 from fourfold.models.stage_partition import check_num_stages, check_sum
 
@@ -13,7 +14,13 @@ if TYPE_CHECKING:
 
 
 def check_cut(description: ModelDescription, parallel: ParallelConfig) -> None:
-    """Raise ConfigError naming the sizes that would do, where the model cannot be cut as ``parallel`` says."""
+    """Raise ConfigError naming what would do, where the model cannot be cut as ``parallel`` says."""
+    if parallel.enable_dbo and not parallel.enable_expert_parallel:
+        raise ConfigError("--enable-dbo overlaps tokens' travel to experts; it needs --enable-expert-parallel")
+    if parallel.enable_expert_parallel and description.mixture is None:
+        raise ConfigError(
+            f"{description.architecture} has no experts to spread over ranks; leave out --enable-expert-parallel"
+        )
     cut_heads(description.num_heads, description.num_kv_heads, 0, parallel.tensor_parallel_size)
     check_num_stages(parallel.pipeline_parallel_size, description.num_layers)
     sizes = parallel.layers_of_stages
