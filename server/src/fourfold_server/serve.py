@@ -18,7 +18,7 @@ import click
 
 from fourfold.config.click_options import ConfigCommand, config_options
 from fourfold.config.engine_config import EngineConfig
-from fourfold.config.node_plan import NodePlan, plan_nodes
+from fourfold.config.node_plan import NodePlan, plan_nodes, spread_replicas
 from fourfold.config.options import OptionSet
 from fourfold.config.resolution import resolve
 from fourfold.config.transport import encode_config
@@ -85,6 +85,7 @@ def serve(
     from fourfold_server.listening_socket import listen, url_of
     from fourfold_server.roles import Shape
 
+    config = spread_replicas(config)
     plan = plan_nodes(config)
     num_api_servers = server_config.api_server_count or plan.num_engines
     role = ("node", "") if config.nodes.headless else ("api_server", "0" if num_api_servers > 1 else "")
