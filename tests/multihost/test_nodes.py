@@ -16,16 +16,16 @@ pytestmark = pytest.mark.multihost
 SHARED = ("--dtype", "float32", "--max-model-len", "512", "--num-blocks", "200")
 
 
-def start_stages(hosts: Hosts, folder: Path) -> None:
-    """Two stages of two ranks, a stage a host."""
-    layout = ("--tensor-parallel-size", 2, "--pipeline-parallel-size", 2, "--nnodes", 2)
+def start_ranks(hosts: Hosts, folder: Path, *, tp: int = 2, pp: int = 2) -> None:
+    """One engine, half of its ranks on each host."""
+    layout = ("--tensor-parallel-size", tp, "--pipeline-parallel-size", pp, "--nnodes", 2)
     shared = (*SHARED, *layout, "--master-address", ADDRESSES[0])
     serve(hosts, 0, folder / "a", *shared)
     serve(hosts, 1, folder / "b", *shared, "--headless", "--node-rank", 1, "--node-interface", INTERFACE)
 
 
 def test_two_stages_on_two_hosts_and_a_lost_host_is_named(tmp_path: Path, hosts: Hosts) -> None:
-    start_stages(hosts, tmp_path)
+    start_ranks(hosts, tmp_path)
     assert [answer["text"] for answer in answers(ask(hosts, *BODIES))] == TEXTS
     client = ask(hosts, {**LONG, "prompt": "a", "max_tokens": 400})
     hosts.cut()
@@ -38,8 +38,14 @@ def test_two_stages_on_two_hosts_and_a_lost_host_is_named(tmp_path: Path, hosts:
 def test_hosts_that_are_far_apart_and_lose_frames_say_the_same(tmp_path: Path, make_hosts: Make) -> None:
     hosts = make_hosts(delay=0.002, loss=0.005, rate="200mbit")
     print(f"a round trip takes {1e3 * hosts.round_trip():.2f} ms")
-    start_stages(hosts, tmp_path)
+    start_ranks(hosts, tmp_path)
     assert [answer["text"] for answer in answers(ask(hosts, *BODIES))] == TEXTS
+
+
+def test_a_stage_over_two_hosts_adds_up_inside_each_first(tmp_path: Path, hosts: Hosts) -> None:
+    start_ranks(hosts, tmp_path, tp=4, pp=1)
+    assert [answer["text"] for answer in answers(ask(hosts, *BODIES))] == TEXTS
+    assert "group tp of rank(s) [0, 1, 2, 3]: communicator 'shm-gloo'" in (tmp_path / "a" / "log").read_text()
 
 
 @pytest.mark.parametrize("loss", ["cut", "kill"])

@@ -47,9 +47,7 @@ def test_two_stages_on_two_hosts_and_a_lost_host_is_named(tmp_path: Path, folder
 
 
 @pytest.mark.parametrize("loss", ["cut", "kill"])
-def test_streams_go_on_without_the_host_of_their_replica(
-    tmp_path: Path, folder: Path, hosts: Hosts, loss: str
-) -> None:
+def test_streams_go_on_without_the_host_of_their_replica(tmp_path: Path, folder: Path, hosts: Hosts, loss: str) -> None:
     start_cluster(hosts, folder)
     shared = (*SHARED, "--data-parallel-size", 2, "--api-server-count", 1)
     serve(hosts, 0, tmp_path / "a", *shared, RAY_ADDRESS=ADDRESS, **ENVIRONMENT)

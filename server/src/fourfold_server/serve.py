@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from fourfold_server.acceptor import Acceptor
     from fourfold_server.loop_listener import LoopListener
     from fourfold_server.node_hub import NodeHub
+    from fourfold_server.node_table import NodeTable
     from fourfold_server.process_table import ProcessTable
     from fourfold_server.roles import Shape
     from fourfold_server.supervised_process import Failure
@@ -163,8 +164,9 @@ class _Launch:
         else:
             self.parent.on_stop(listener.end_requested)
         acceptor = Acceptor(self.listener, listener.take_connection)
-        hub = self._hub(table)
-        supervisor = self._supervisor(acceptor, table, listener, hub)
+        nodes = self._nodes()
+        hub = self._hub(table, nodes)
+        supervisor = self._supervisor(acceptor, table, nodes, listener, hub)
         supervisor.start()
         reason = "its head has failed"
         try:
@@ -193,19 +195,22 @@ class _Launch:
             if hub is not None:
                 hub.close(reason)
 
-    def _hub(self, table: ProcessTable) -> NodeHub | None:
-        """Where other nodes join with their replicas; None where there are none."""
-        from fourfold.manifest import fingerprint
+    def _nodes(self) -> NodeTable:
         from fourfold.nodes.addresses import node_name
-        from fourfold_server.node_hub import NodeHub
-        from fourfold_server.node_table import NodeRow, NodeTable
+        from fourfold_server.node_table import NodeTable
 
-        own = self.config.nodes
+        own, first = self.config.nodes, self.plan.first_rank
         name = os.uname().nodename
         if self.plan.elsewhere or own.nnodes > 1:
             name = node_name(own.master_address if own.nnodes > 1 else own.data_parallel_address)
-        ranks = [self.plan.first_rank + engine for engine in self.plan.local]
-        nodes = NodeTable(self.run_directory, NodeRow(node=name, role="head", replicas=ranks, state="running"))
+        ranks = [first + engine for engine in self.plan.local]
+        return NodeTable(self.run_directory, name, ranks, first_rank=first)
+
+    def _hub(self, table: ProcessTable, nodes: NodeTable) -> NodeHub | None:
+        """Where other nodes join with their replicas; None where there are none."""
+        from fourfold.manifest import fingerprint
+        from fourfold_server.node_hub import NodeHub
+
         if not self.plan.elsewhere:
             return None
         mine = fingerprint(self.config, self.registry.manifest, rank=self.plan.local.start)
@@ -221,12 +226,13 @@ class _Launch:
         )
 
     def _supervisor(
-        self, acceptor: Acceptor, table: ProcessTable, listener: LoopListener, hub: NodeHub | None
+        self, acceptor: Acceptor, table: ProcessTable, nodes: NodeTable, listener: LoopListener, hub: NodeHub | None
     ) -> Supervisor:
         from fourfold_server.roles import ApiServerRole, CoordinatorRole, EngineRole
         from fourfold_server.supervisor import Role, Supervisor
 
         engines = EngineRole(self.shape, table, elsewhere=hub)
+        engines.add_listener(nodes.hear)
         engines.add_listener(listener.engine_changed)
         others: list[Role] = [
             ApiServerRole(self.shape, engines, acceptor, listener.server_ready),

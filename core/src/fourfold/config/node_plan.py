@@ -47,9 +47,9 @@ def spread_replicas(config: EngineConfig) -> EngineConfig:
         return config
     if size % nodes.nnodes:
         raise ConfigError(
-            f"--nnodes is {nodes.nnodes} and --data-parallel-size {size}: each node has as many whole replicas, so give "
-            f"a multiple of {nodes.nnodes}; replicas that are on several nodes each need an executor that places ranks "
-            "by itself, without --nnodes"
+            f"--nnodes is {nodes.nnodes} and --data-parallel-size {size}: each node has as many whole replicas, so "
+            f"give a multiple of {nodes.nnodes}; replicas that are on several nodes each need an executor that places "
+            "ranks by itself, without --nnodes"
         )
     share = size // nodes.nnodes
     own = replace(

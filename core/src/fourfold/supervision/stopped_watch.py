@@ -17,8 +17,8 @@ class StoppedWatch:
     """One thread, which looks now and then."""
 
     def __init__(self, pids: Mapping[int, int], *, limit: float, on_killed: Callable[[int, str], None]) -> None:
-        """``pids`` under numbers of the caller's. ``on_killed`` hears, on the thread, the number of one that was stopped
-        for ``limit`` seconds and then killed, and what happened to it, as it follows its name.
+        """``pids`` under numbers of the caller's. ``on_killed`` hears, on the thread, the number of one that was
+        stopped for ``limit`` seconds and then killed, and what happened to it, as it follows its name.
         """
         self._pids = dict(pids)
         self._stopped = StoppedProcesses(limit)

@@ -47,8 +47,8 @@ class Hosts:
     """Host 0 and host 1, which end with the ``with`` block, as does all that runs on them."""
 
     def __init__(self, *, delay: float = 0.0, loss: float = 0.0, rate: str = "") -> None:
-        """``delay``: seconds that a frame takes, each way; ``loss``: share of frames that get lost; ``rate``: bits a second
-        as ``tc`` takes them, such as ``1gbit``. Raises NoHosts with the reason.
+        """``delay``: seconds that a frame takes, each way; ``loss``: share of frames that get lost; ``rate``: bits a
+        second as ``tc`` takes them, such as ``1gbit``. Raises NoHosts with the reason.
         """
         remove()
         self._relay: subprocess.Popen[str] | None = None
