@@ -119,7 +119,7 @@ def test_all_ranks_sleep_and_take_other_weights(
 
 
 def test_a_sleeping_server_lets_go_of_clients_and_ends(start: Start) -> None:
-    server = start(*TWO, "--drain-timeout", "1")
+    server = start(*TWO, "--drain-timeout", "300")
     streams = [Stream(server, "/v1/completions", completion(2000, **SEEDED)) for _ in range(4)]
     for opened in streams:
         opened.wait_for_events(2)
@@ -135,6 +135,8 @@ def test_a_sleeping_server_lets_go_of_clients_and_ends(start: Start) -> None:
     for opened in streams[1:]:
         opened.join()
         assert opened.error is not None
+        assert "shutting down" in opened.error["message"]
+    assert any("requests are ended as the replicas sleep" in line for line in server.lines)
 
 
 def test_adapters_are_models_on_all_replicas(start: Start, tiny_model: Path, tmp_path: Path) -> None:

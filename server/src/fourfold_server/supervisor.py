@@ -138,7 +138,10 @@ class Supervisor:
         self._events.put(partial(self._drain_engine, index))
 
     def stop_all(self, role: str) -> None:
-        """Ask all processes of a role to end by themselves; they are not started again. Once more: asks again."""
+        """Ask all processes of a role to end by themselves; they are not started again. Once more: asks again.
+
+        Those that are not ready yet have nothing to finish, and are ended.
+        """
         self._events.put(partial(self._stop_all, role))
 
     def wait(self, role: str, timeout: float) -> list[str]:
@@ -187,8 +190,10 @@ class Supervisor:
         for process in self._all():
             if process.role == role:
                 process.wake_time = None
-                if process.child is not None:
+                if process.child is not None and process.ready:
                     process.child.request_stop()
+                elif process.child is not None:
+                    _kill(process.child)
 
     # --- a process starts ----------------------------------------------------------------------------------------
 

@@ -178,6 +178,12 @@ class EngineClient:
         return [link.state for link in self._links]
 
     @property
+    def asleep(self) -> bool:
+        """Whether operators let the engines sleep, so that no request gets on until they wake them."""
+        states = self.engine_states
+        return EngineState.ASLEEP in states and not {EngineState.READY, EngineState.DRAINING} & set(states)
+
+    @property
     def links(self) -> list[EngineLink]:
         """One an engine, to look at."""
         return self._links
