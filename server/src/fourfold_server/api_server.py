@@ -21,7 +21,7 @@ from fourfold.config.engine_config import EngineConfig
 from fourfold.config.node_plan import plan_nodes
 from fourfold.entries import LoadBalancerContext
 from fourfold.errors import ConfigError, PluginError
-from fourfold.messages import EngineNotice
+from fourfold.messages import EngineNotice, RestartEngine
 from fourfold.plugins import PluginRegistry
 from fourfold.selection import select
 from fourfold.text.served_model import ServedModel, load_served_model
@@ -54,7 +54,7 @@ class ApiServerContext:
     run_directory: Path
     index: int
     num_api_servers: int
-    restart_engine: Callable[[int], None]
+    restart_engine: Callable[[RestartEngine], None]
     """Asks the supervisor to restart a replica."""
 
 

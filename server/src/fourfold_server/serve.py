@@ -13,7 +13,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -175,7 +175,8 @@ class _Launch:
         try:
             # Only now, so that the engine imports torch while this process imports its web framework.
             web = _import_deployment()
-            await asyncio.wait({web, listener.end_wish}, return_when=asyncio.FIRST_COMPLETED)
+            first: set[asyncio.Future[Any]] = {web, listener.end_wish}
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if listener.end_wish.done():
                 return Failure(message="", status=0, immediate=True)
             deployment = web.result()(
