@@ -5,6 +5,7 @@ A node that was there once is shown for good, with what has become of it.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -12,7 +13,10 @@ from pathlib import Path
 
 import msgspec
 
+from fourfold.config.engine_config import EngineConfig
+from fourfold.config.node_plan import NodePlan
 from fourfold.messages import EngineDead, EngineNotice, EngineReady
+from fourfold.nodes.addresses import node_name
 from fourfold.supervision.run_directory import RunDirectory
 
 _FILE = "nodes.json"
@@ -84,6 +88,16 @@ class NodeTable:
             since = old.since if old is not None and old.state == state else _now()
             self._rows[node] = NodeRow(node=node, role=role, replicas=list(replicas), state=state, since=since)
             self._run_directory.write_file(_FILE, msgspec.json.encode(list(self._rows.values())))
+
+
+def open_node_table(run_directory: RunDirectory, config: EngineConfig, plan: NodePlan) -> NodeTable:
+    """With the node that answers requests, which is this one."""
+    nodes = config.nodes
+    name = os.uname().nodename
+    if plan.elsewhere or nodes.nnodes > 1:
+        name = node_name(nodes.master_address if nodes.nnodes > 1 else nodes.data_parallel_address)
+    replicas = [plan.first_rank + engine for engine in plan.local]
+    return NodeTable(run_directory, name, replicas, first_rank=plan.first_rank)
 
 
 def read_nodes(run_directory: Path) -> list[NodeRow]:

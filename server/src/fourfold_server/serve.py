@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-import resource
 import ssl
 import threading
 import time
@@ -28,6 +26,7 @@ from fourfold.plugins import PluginRegistry, load_plugins
 from fourfold.supervision.parent_watch import connect_to_parent, started_by_parent
 from fourfold.supervision.process_title import name_process
 from fourfold_server.config import ServerConfig
+from fourfold_server.open_files import raise_open_file_limit
 
 if TYPE_CHECKING:
     from socket import socket
@@ -47,9 +46,6 @@ if TYPE_CHECKING:
     from fourfold_server.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
-
-MIN_OPEN_FILES = 64
-"""Descriptors for sockets, pipes and mapped files of this process or of an engine, with some for connections."""
 
 
 def build_command() -> click.Command:
@@ -95,7 +91,7 @@ def serve(
     num_api_servers = server_config.api_server_count or plan.num_engines
     role = ("node", "") if config.nodes.headless else ("api_server", "0" if num_api_servers > 1 else "")
     name_process(*role, log_level=server_config.log_level)
-    _raise_open_file_limit()
+    raise_open_file_limit()
     for warning in registry.warnings:
         logger.warning("%s", warning)
     config = _check_config(config, server_config, registry)
@@ -159,6 +155,7 @@ class _Launch:
     async def _run(self) -> Failure | None:
         from fourfold_server.acceptor import Acceptor
         from fourfold_server.loop_listener import LoopListener
+        from fourfold_server.node_table import open_node_table
         from fourfold_server.process_table import ProcessTable
         from fourfold_server.supervised_process import Failure
 
@@ -170,7 +167,7 @@ class _Launch:
         if self.parent is not None:
             self.parent.on_stop(listener.end_requested)
         acceptor = Acceptor(self.listener, listener.take_connection)
-        nodes = self._nodes()
+        nodes = open_node_table(self.run_directory, self.config, self.plan)
         hub = self._hub(table, nodes)
         supervisor = self._supervisor(acceptor, table, nodes, listener, hub)
         supervisor.start()
@@ -203,17 +200,6 @@ class _Launch:
             supervisor.close(grace=0)
             if hub is not None:
                 hub.close(reason)
-
-    def _nodes(self) -> NodeTable:
-        from fourfold.nodes.addresses import node_name
-        from fourfold_server.node_table import NodeTable
-
-        own, first = self.config.nodes, self.plan.first_rank
-        name = os.uname().nodename
-        if self.plan.elsewhere or own.nnodes > 1:
-            name = node_name(own.master_address if own.nnodes > 1 else own.data_parallel_address)
-        ranks = [first + engine for engine in self.plan.local]
-        return NodeTable(self.run_directory, name, ranks, first_rank=first)
 
     def _hub(self, table: ProcessTable, nodes: NodeTable) -> NodeHub | None:
         """Where other nodes join with their replicas; None where there are none."""
@@ -390,16 +376,6 @@ def _check_lockstep(plan: NodePlan, config: EngineConfig) -> None:
             "replicas that share experts must all be on one node, behind one server; leave out "
             "--enable-expert-parallel, and each replica has all experts"
         )
-
-
-def _raise_open_file_limit() -> None:
-    """Every connection takes a descriptor, and shells give few of those that a process may have."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # refused in some sandboxes; what there is may do
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        soft = hard
-    if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES:
-        raise ConfigError(f"the limit of open files is {soft} (ulimit -n); {MIN_OPEN_FILES} or more")
 
 
 def _check_certificate(config: ServerConfig) -> None:
