@@ -48,7 +48,7 @@ def steps_together(rank: Rank, all_to_all: str) -> list[bool]:
     with cases.grouped(rank, backends) as group:
         context = cases.context_of(group, backends, mixture)
         context = replace(context, rank=0, world_size=1, communicator=None)
-        layers = [cases.build_from(context, backends, tensors)[0] for _ in range(2)]
+        layers: list[Any] = [cases.build_from(context, backends, tensors)[0] for _ in range(2)]
         parts = tuple(context.shared.values())
         found = []
         for seed, counts in enumerate(TOKENS):
@@ -85,7 +85,7 @@ def overlaps(rank: Rank, all_to_all: str, comm: str) -> list[str]:
         parallel = replace(context.config.parallel, enable_dbo=True, dbo_prefill_tokens=4, dbo_decode_tokens=6)
         config = replace(context.config, parallel=parallel)
         context = replace(context, config=config, rank=0, world_size=1, communicator=None)
-        layers = [cases.build_from(context, backends, tensors)[0] for _ in range(2)]
+        layers: list[Any] = [cases.build_from(context, backends, tensors)[0] for _ in range(2)]
         parts = tuple(context.shared.values())
         trace = trace_phases(layers[0]._spread.wire)
         for counts in ((9, 4), (4, 11)):

@@ -193,7 +193,7 @@ def adds_up(rank: Rank, comm: str, layer: str) -> list[float]:
         context = cases.context_of(group, backends, mixture)
         parallel = replace(context.config.parallel, enable_dbo=True, dbo_prefill_tokens=4, dbo_decode_tokens=6)
         context = replace(context, config=replace(context.config, parallel=parallel))
-        layers = [cases.build_from(context, backends, tensors)[0] for _ in range(2)]
+        layers: list[Any] = [cases.build_from(context, backends, tensors)[0] for _ in range(2)]
         part = context.shared["overlap"]
         for count, is_decode in ((9, False), (4, False), (6, True), (3, False), (5, True)):
             for one in context.shared.values():
