@@ -339,7 +339,7 @@ def _wish_adapters(run_directory: RunDirectory, server_config: ServerConfig) -> 
 
 
 def _check_adapters(config: EngineConfig, server_config: ServerConfig, description: ModelDescription) -> None:
-    from fourfold.checkpoints.adapter_file import adapter_folder, read_adapter
+    from fourfold.models.adapter_file import adapter_folder, read_adapter
 
     adapters, lora = server_config.adapters, config.lora
     if not adapters:
