@@ -42,7 +42,7 @@ def context(place: int, secret: str, port: int) -> ExecutorContext:
             headless=place > 0,
             master_address=ADDRESS,
             master_port=port,
-            node_interface=f"127.0.0.{place + 1}" if place else None,
+            node_interface=f"127.0.0.{place + 1}",
             cluster_secret=secret,
         ),
     )

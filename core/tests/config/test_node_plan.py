@@ -60,7 +60,6 @@ def test_an_engine_over_nodes_has_as_many_ranks_on_each() -> None:
         ({"nnodes": 3, "data_parallel_size": 1}, "an engine has 2 ranks; each node has as many"),
         ({"nnodes": 2, "node_rank": 2}, "nodes count from 0"),
         ({"nnodes": 2, "node_rank": 1}, "all others need --headless"),
-        ({"node_interface": "eth1"}, "--node-interface is 'eth1', for nodes that join, with --headless"),
         ({"data_parallel_rpc_port": 0}, "--data-parallel-rpc-port is 0"),
         ({"data_parallel_start_rank": -1}, "--data-parallel-start-rank is -1"),
     ],

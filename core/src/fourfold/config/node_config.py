@@ -36,7 +36,7 @@ class NodeConfig:
     master_port: int = 29501
     """The port of that address."""
     node_interface: str | None = None
-    """Network interface, or address, that others reach a --headless node by; by default that of the way to them."""
+    """Network interface, or address, that other nodes reach this one by; by default that of the way to them."""
     cluster_secret: str | None = None
     """What all nodes of a deployment share, so that nobody else can join; better in FOURFOLD_CLUSTER_SECRET."""
 
@@ -59,12 +59,6 @@ class NodeConfig:
         if self.nnodes > 1 and (self.node_rank > 0) != self.headless:
             raise ConfigError(
                 f"--node-rank is {self.node_rank}; node 0 answers requests, and all others need --headless"
-            )
-
-        if self.node_interface is not None and not self.headless:
-            raise ConfigError(
-                f"--node-interface is {self.node_interface!r}, for nodes that join, with --headless; the node that "
-                "answers requests is reached by --data-parallel-address or --master-address; leave it out here"
             )
 
     @property
