@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fourfold.checkpoints.adapter_file import read_adapter
 from fourfold.checkpoints.progress import NoProgress
 from fourfold.checkpoints.resolve import resolve_checkpoint
 from fourfold.config.backend_config import BackendConfig
@@ -22,6 +21,7 @@ from fourfold.config.model_config import ModelConfig
 from fourfold.entries import WorkerContext
 from fourfold.errors import CheckpointError
 from fourfold.layout import ParallelLayout
+from fourfold.models.adapter_file import read_adapter
 from fourfold.models.loading import build_model, fill_model
 from fourfold.plugins import PluginRegistry
 from fourfold.testing.lora_adapter import write_adapter

@@ -9,12 +9,12 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from fourfold.checkpoints.adapter_file import adapter_folder
 from fourfold.client.engine_client import EngineClient
 from fourfold.engine.operations import Call, sleep_calls, update_calls
 from fourfold.engine.sleep import check_level, check_tags
 from fourfold.errors import RequestError
 from fourfold.messages import RestartEngine
+from fourfold.models.adapter_file import adapter_folder
 from fourfold.sleep_tags import TAGS, WEIGHTS
 from fourfold.supervision.deployment_state import StateChange, WishedAdapter, changing_state
 
