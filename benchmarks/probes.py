@@ -1,8 +1,8 @@
 """How fast probes answer while everything is busy: milliseconds of /livez, /readyz, /health and /metrics.
 
 ``python benchmarks/probes.py [--replicas 2] [--streams 64] [--seconds 30]``. The load is streams with long prompts of
-text, and one after another of what has to be refused: no JSON, too many tokens, megabytes of brackets. Probes come from a
-process of their own, each over a new connection. Weights are of the embedded model. Run nothing beside it.
+text, and one after another of what has to be refused: no JSON, too many tokens, megabytes of brackets. Probes come from
+a process of their own, each over a new connection. Weights are of the embedded model. Run nothing beside it.
 """
 
 from __future__ import annotations

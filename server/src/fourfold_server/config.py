@@ -36,7 +36,7 @@ class ServerConfig:
     strict_max_tokens: bool = False
     """Whether a max_tokens beyond the context is refused in place of cut."""
     max_body_bytes: int = 8 * 1024 * 1024
-    """Bytes of a request body at most; the largest one keeps other requests waiting for some 0.1 s."""
+    """Bytes of a request body at most."""
     on_failure: OnFailure = "restart"
     """What to do when an engine dies: restart it, or exit with a status that is not 0."""
     log_level: LogLevel = "info"
