@@ -137,14 +137,16 @@ class EngineStats(msgspec.Struct, kw_only=True):
 
     asleep: tuple[str, ...] = ()
     """Which of ``fourfold.sleep_tags`` are; while any is, no request is taken."""
-    sleep_changes: int = 0
-    """How often ``asleep`` has changed."""
+    paused: bool = False
+    """Whether it has come to a stop until it is told to go on; requests are taken and wait."""
+    state_changes: int = 0
+    """How often ``asleep`` or ``paused`` has changed."""
 
     @property
     def version(self) -> int:
         """Grows with all that happens, so that of two reports of one incarnation the later one is known."""
         taken = 2 * self.requests_finished + self.num_running + self.num_waiting
-        return self.num_steps + taken + self.sleep_changes
+        return self.num_steps + taken + self.state_changes
 
 
 class StageInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Sequence
 
@@ -9,11 +10,11 @@ from msgspec.structs import replace
 
 from fourfold.checkpoints.adapter_file import adapter_folder
 from fourfold.client.engine_client import EngineClient
-from fourfold.engine.operations import sleep_calls, update_calls
+from fourfold.engine.operations import Call, check_mode, sleep_calls, update_calls, wake_calls
 from fourfold.engine.sleep import check_level, check_tags
-from fourfold.errors import RequestError
+from fourfold.errors import EngineError, RequestError
 from fourfold.sleep_tags import TAGS, WEIGHTS
-from fourfold.supervision.deployment_state import WishedAdapter, changing_state
+from fourfold.supervision.deployment_state import StateChange, WishedAdapter, changing_state
 
 
 class Operations:
@@ -32,12 +33,25 @@ class Operations:
         """Forget all cached prefixes."""
         await self._client.call_all([("reset_prefix_cache", {})], timeout=self._timeout)
 
+    async def pause(self, mode: str) -> None:
+        """Bring all engines to a stop; ``mode`` is a ``PauseMode``: what becomes of requests that have begun."""
+        check_mode(mode)
+        with changing_state(self._client.run_directory) as change:
+            await self._stop(("pause", {"mode": mode}), change)
+            change.write(replace(change.state, paused=True))
+
+    async def resume(self) -> None:
+        """Let all engines go on; those that sleep do when they wake up."""
+        with changing_state(self._client.run_directory) as change:
+            change.write(replace(change.state, paused=False))
+            await self._client.call_all([("resume", {})], timeout=self._timeout)
+
     async def sleep(self, level: int) -> None:
         """Give memory back; running requests wait until all of it is there again."""
         check_level(level)
         with changing_state(self._client.run_directory) as change:
-            halt, *sleep = sleep_calls(level)
-            await self._client.call_all([halt], timeout=self._timeout)  # who cannot do it says so now
+            pause, *sleep = sleep_calls(level)
+            await self._stop(pause, change)
             change.write(replace(change.state, sleep_level=level, asleep=TAGS))
             await self._client.call_all(sleep, timeout=self._timeout)
 
@@ -45,18 +59,34 @@ class Operations:
         """Take the memory named by ``tags`` again, all by default."""
         check_tags(tags)
         with changing_state(self._client.run_directory) as change:
-            await self._client.call_all([("wake_up", {"tags": list(tags)})], timeout=self._timeout)
+            wake_up, resume = wake_calls(tags)
+            await self._client.call_all([wake_up], timeout=self._timeout)
             asleep = tuple(tag for tag in change.state.asleep if tags and tag not in tags)
             change.write(replace(change.state, asleep=asleep))
+            if not change.state.paused:
+                await self._client.call_all([resume], timeout=self._timeout)
 
     async def update_weights(self, model: str) -> None:
         """Go on with the weights of another checkpoint of the model; nothing changes unless it fits on every rank."""
         with changing_state(self._client.run_directory) as change:
-            halt, *load = update_calls(model)
-            await self._client.call_all([("check_weights", {"model": model}), halt], timeout=self._timeout)
+            pause, *load, resume = update_calls(model)
+            await self._client.call_all([("check_weights", {"model": model})], timeout=self._timeout)
+            await self._stop(pause, change)
             change.write(replace(change.state, weights=model))
             await self._client.call_all(load, timeout=self._timeout)
             change.write(replace(change.state, asleep=tuple(tag for tag in change.state.asleep if tag != WEIGHTS)))
+            if not change.state.paused:
+                await self._client.call_all([resume], timeout=self._timeout)
+
+    async def _stop(self, pause: Call, change: StateChange) -> None:
+        """All engines, or none: those that have stopped go on where others cannot."""
+        try:
+            await self._client.call_all([pause], timeout=self._timeout)
+        except BaseException:
+            if not change.state.paused:
+                with contextlib.suppress(EngineError, RequestError):  # the first failure is what counts
+                    await self._client.call_all([("resume", {})], timeout=self._timeout)
+            raise
 
     async def load_adapter(self, name: str, folder: str, taken: Sequence[str]) -> None:
         """Let requests name a LoRA adapter, on all engines or none; ``taken`` are names that are not free for it."""
