@@ -112,6 +112,24 @@ def test_logits_equal_transformers(
     assert (torch.cat(pieces) - expected).abs().max() < 1e-3
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_latents_are_cached_once_in_place_of_all_heads(
+    fp8: bool, save_random: SaveRandom, reference_logits: Reference, load_decoder: Callable[..., Any], paged: Any
+) -> None:
+    folder, model = save_random("DeepseekV3", **{**SMALL, **LATENT, **GROUPS})
+    ids = prompt(45)
+    expected = reference_logits(model, ids)
+    nbytes = []
+    for lora in (False, True):  # with adapters it is heads
+        decoder = load_decoder(folder, fp8_cache=fp8, lora=lora)
+        steps = paged(decoder)
+        pieces = [steps.step({0: ids[:33]}), *(steps.step({0: [token]}) for token in ids[33:])]
+        assert (torch.cat(pieces) - expected).abs().max() < (expected.abs().max() / 4 if fp8 else 1e-3)
+        spec = decoder.kv_cache_specs()[0]
+        nbytes.append(spec.bytes_per_block // spec.block_size)
+    assert nbytes == ([20 + 8 + 4, 2 * 6 * (20 + 4)] if fp8 else [4 * (20 + 8), 4 * 2 * 6 * 20])
+
+
 @pytest.mark.parametrize("name", ["Mixtral-plain", "Qwen2Moe-shared"])
 def test_stacked_experts_are_read_too(
     name: str, save_random: SaveRandom, load_decoder: Callable[..., Any], paged: Any

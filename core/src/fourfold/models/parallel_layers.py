@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fourfold.distributed.group_coordinator import GroupCoordinator
     from fourfold.plugins import PluginRegistry
 
-_ADAPTED: Final = ("column", "row", "merged_column", "qkv")
+_ADAPTED: Final = ("column", "row", "merged_column", "qkv", "latent_qkv")
 
 
 class ParallelLayerFactory:
