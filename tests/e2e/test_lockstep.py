@@ -15,7 +15,7 @@ from .conftest import Start
 from .running_server import Server, Stream, wait_until
 from .test_lifecycle import completion
 from .test_operations import post, save_other_weights, text_of
-from .test_replicas import SEEDED
+from .test_replicas import SEEDED, processes, replicas
 
 TOGETHER = ["--data-parallel-size", "2", "--enable-expert-parallel", "--num-blocks", "2000"]
 
@@ -100,6 +100,36 @@ def test_the_engines_restart_together_and_the_request_goes_on(start: Start, tiny
     after = {name: state["pid"] for name, state in server.states().items() if name.startswith("engine_core DP")}
     assert not set(before.values()) & set(after.values())
     assert complete(server, 1, "Once upon a time", tokens=200) == expected
+
+
+VICTIMS: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "an engine": ((), "engine_core", "DP1"),
+    "a worker": (("--tensor-parallel-size", "2"), "worker", "DP0.PP0.TP1"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_no_stream_ends_with_a_rank(start: Start, tiny_mixture: Path, victim: str) -> None:
+    options, role, label = VICTIMS[victim]
+    server = start(*TOGETHER, *options, model=tiny_mixture)
+    bodies = [completion(150, **{**SEEDED, "seed": seed}) for seed in range(16)]
+
+    def open_all() -> list[Stream]:
+        return [Stream(server, "/v1/completions", body) for body in bodies]
+
+    undisturbed = open_all()
+    for opened in undisturbed:
+        opened.join()
+    streams = open_all()
+    for opened in streams:
+        opened.wait_for_events(5)
+    os.kill(processes(server, role)[label], signal.SIGKILL)
+    for opened, reference in zip(streams, undisturbed):
+        opened.join()
+        assert (opened.error, opened.text) == (None, reference.text)
+    wait_until(lambda: replicas(server) == ["running"] * 2, 60, "both replicas")
+    wait_until(lambda: server.metric("fourfold_kv_cache_usage") == 0, 5, "all blocks free")
 
 
 @pytest.mark.long

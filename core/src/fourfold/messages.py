@@ -115,9 +115,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0
     generation_tokens: int = 0
     prefix_cache_queries: int = 0
-    """Prompt tokens looked up."""
     prefix_cache_hits: int = 0
-    """Prompt tokens found."""
+    """Prompt tokens looked up, and of these those that were found."""
     preemptions: int = 0
     requests_finished: int = 0
     step_seconds: float = 0.0
@@ -134,7 +133,6 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Figures that layers keep, by name, as of the last steps."""
     prefix_marks: bytes | None = None
     """What the prefix cache holds, for ``prefix_cache.read_marks``: up to 4 KiB, last used last. None: as before."""
-
     asleep: tuple[str, ...] = ()
     """Which of ``fourfold.sleep_tags`` are; while any is, no request is taken."""
     paused: bool = False
