@@ -255,7 +255,7 @@ class EngineDraining(msgspec.Struct, frozen=True, kw_only=True, tag="draining"):
 
 
 class EngineDead(msgspec.Struct, frozen=True, kw_only=True, tag="dead"):
-    """An engine that was ready is no more; what it had of requests has to go on elsewhere."""
+    """An engine is no more, or failed to start; what it had of requests has to go on elsewhere."""
 
     engine: int
     incarnation: int
@@ -299,9 +299,10 @@ class ProcessFailed(msgspec.Struct, frozen=True, kw_only=True, tag="process_fail
 
 
 class RestartEngine(msgspec.Struct, frozen=True, kw_only=True, tag="restart_engine"):
-    """An API server was asked to restart a replica."""
+    """An API server wants a replica restarted, once its requests have ended or ``now``, whatever it does."""
 
     engine: int
+    now: bool = False
 
 
 ProcessReport = EngineReady | EngineFailed | ProcessReady | ProcessFailed | RestartEngine

@@ -7,12 +7,13 @@ import contextlib
 import logging
 import os
 import resource
-import signal
 import ssl
+import threading
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from fourfold.supervision.parent_watch import ParentLink
     from fourfold.supervision.run_directory import RunDirectory
     from fourfold_server.acceptor import Acceptor
+    from fourfold_server.deployment import Deployment
+    from fourfold_server.end_signals import EndSignals
     from fourfold_server.loop_listener import LoopListener
     from fourfold_server.node_hub import NodeHub
     from fourfold_server.process_table import ProcessTable
@@ -82,6 +85,7 @@ def serve(
     """
     # Here, so that `fourfold serve --help` stays quick.
     from fourfold.supervision.run_directory import RunDirectory
+    from fourfold_server.end_signals import EndSignals
     from fourfold_server.listening_socket import listen, url_of
     from fourfold_server.roles import Shape
 
@@ -98,6 +102,7 @@ def serve(
         _serve_headless(plan, config, server_config, registry, parent)
         return
     _check_certificate(server_config)
+    signals = EndSignals() if parent is None else None  # from now on there is something to clean up
     with listen(server_config.host, server_config.port) as listener, RunDirectory.create() as run_directory:
         _fill(run_directory, config, server_config, num_api_servers)
         launch = _Launch(
@@ -118,6 +123,7 @@ def serve(
             listener=listener,
             run_directory=run_directory,
             parent=parent,
+            signals=signals,
             started=started,
         )
         failure = launch.run()
@@ -137,6 +143,8 @@ class _Launch:
     listener: socket
     run_directory: RunDirectory
     parent: ParentLink | None
+    signals: EndSignals | None
+    """None where the parent says when to end."""
     started: float
 
     def run(self) -> Failure | None:
@@ -150,16 +158,14 @@ class _Launch:
         from fourfold_server.acceptor import Acceptor
         from fourfold_server.loop_listener import LoopListener
         from fourfold_server.process_table import ProcessTable
+        from fourfold_server.supervised_process import Failure
 
         loop = asyncio.get_running_loop()
         table = ProcessTable(self.run_directory)
         listener = LoopListener(loop)
-        if self.parent is None:
-            for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                # nohup ignores SIGHUP on purpose; shells ignore SIGINT of jobs behind &, but whoever sends it means it.
-                if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
-                    loop.add_signal_handler(signum, listener.end_requested)
-        else:
+        if self.signals is not None:
+            self.signals.listen(loop, listener.end_requested)
+        if self.parent is not None:
             self.parent.on_stop(listener.end_requested)
         acceptor = Acceptor(self.listener, listener.take_connection)
         hub = self._hub(table)
@@ -168,9 +174,12 @@ class _Launch:
         reason = "its head has failed"
         try:
             # Only now, so that the engine imports torch while this process imports its web framework.
-            from fourfold_server.deployment import Deployment
-
-            deployment = Deployment(
+            web = _import_deployment()
+            first: set[asyncio.Future[Any]] = {web, listener.end_wish}
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            if listener.end_wish.done():
+                return Failure(message="", status=0, immediate=True)
+            deployment = web.result()(
                 self.config,
                 self.server_config,
                 self.registry,
@@ -244,6 +253,22 @@ class _Launch:
         return supervisor
 
 
+def _import_deployment() -> asyncio.Future[type[Deployment]]:
+    """The class, imported on a thread that nothing waits for: it takes a second, and signals are heard meanwhile."""
+    found: Future[type[Deployment]] = Future()
+
+    def run() -> None:
+        try:
+            from fourfold_server.deployment import Deployment
+        except BaseException as error:
+            found.set_exception(error)
+        else:
+            found.set_result(Deployment)
+
+    threading.Thread(target=run, name="imports", daemon=True).start()
+    return asyncio.wrap_future(found)
+
+
 def _serve_headless(
     plan: NodePlan,
     config: EngineConfig,
@@ -297,8 +322,9 @@ def _end(failure: Failure) -> NoReturn:
     if failure.traceback:
         click.echo(failure.traceback.rstrip(), err=True)
     if failure.immediate:
-        # Threads may still be busy with requests that nobody waits for any more.
-        click.echo(f"Error: {failure.message}", err=True)
+        # Threads may still be busy with what nobody waits for any more.
+        if failure.message:
+            click.echo(f"Error: {failure.message}", err=True)
         os._exit(failure.status)
     raise ConfigError(failure.message) if failure.status == 2 else EngineError(failure.message)
 
@@ -313,7 +339,7 @@ def _wish_adapters(run_directory: RunDirectory, server_config: ServerConfig) -> 
 
 
 def _check_adapters(config: EngineConfig, server_config: ServerConfig, description: ModelDescription) -> None:
-    from fourfold.checkpoints.adapter_file import adapter_folder, read_adapter
+    from fourfold.models.adapter_file import adapter_folder, read_adapter
 
     adapters, lora = server_config.adapters, config.lora
     if not adapters:
