@@ -120,9 +120,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     preemptions: int = 0
     requests_finished: int = 0
     step_seconds: float = 0.0
-    """Seconds spent in steps."""
     overhead_seconds: float = 0.0
-    """Of these, seconds outside the model: scheduling, message building, output handling."""
+    """Seconds spent in steps, and of these outside the model: scheduling, message building, output handling."""
     pipeline_seconds: float = 0.0
     """Seconds with steps in the air, when the stages of a pipeline were last asked for the next two."""
     stage_busy_seconds: list[float] = []
