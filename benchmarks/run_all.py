@@ -10,6 +10,7 @@ SCRIPTS = [
     "kernels_cpu.py",
     "scheduler.py",
     "load_balancers.py",
+    "probes.py",
     "offline.py",
     "tensor_parallel.py",
     "serving.py",

@@ -48,6 +48,7 @@ def resolve(config: EngineConfig, registry: PluginRegistry) -> Resolved:
         resolved = replace(resolved, backends=replace(resolved.backends, **{field: selection.entry.name}))
     _check_names(resolved, registry)
     resolved = _spread_experts(resolved, registry)
+    _check_spread(resolved)
     registry.check_config(resolved)
     return Resolved(config=resolved, reasons=tuple(reasons))
 
@@ -72,6 +73,21 @@ def _spread_experts(config: EngineConfig, registry: PluginRegistry) -> EngineCon
     if name not in offered or "expert_parallel" not in offered[name].capabilities:
         return config
     return replace(config, parallel=replace(config.parallel, enable_expert_parallel=True))
+
+
+def _check_spread(config: EngineConfig) -> None:
+    backends = config.backends
+    asked = {
+        "--all-to-all": backends.all_to_all,
+        "--expert-placement": backends.expert_placement,
+        "--rebalancer": backends.rebalancer,
+    }
+    for option, name in asked.items():
+        if name != AUTO and not config.parallel.enable_expert_parallel:
+            raise ConfigError(
+                f"{option} is {name!r}, for experts that are spread over ranks; add --enable-expert-parallel, or leave "
+                "it out"
+            )
 
 
 def choose_dtype(wanted: Dtype, device: str, features: Iterable[str]) -> tuple[Dtype, str]:
