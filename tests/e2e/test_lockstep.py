@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,22 +14,6 @@ from .conftest import Start
 from .running_server import Server, wait_until
 
 TOGETHER = ["--data-parallel-size", "2", "--enable-expert-parallel", "--num-blocks", "2000"]
-
-
-@pytest.fixture(scope="module")
-def tiny_mixture(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with five experts in place of a feed-forward."""
-    folder = tmp_path_factory.mktemp("models") / "tiny-mixture"
-    shutil.copytree(tiny_model, folder)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {
-        "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
-        "num_local_experts": 5,
-        "num_experts_per_tok": 2,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def complete(server: Server, engine: int | None, prompt: str, *, tokens: int = 3) -> str:

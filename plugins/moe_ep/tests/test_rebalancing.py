@@ -54,7 +54,7 @@ def survives_maps(rank: Rank, all_to_all: str, num_maps: int) -> list[float]:
         for _ in range(num_maps):
             maps = random_map(generator)
             rebalancing.start(maps)
-            while rebalancing._pending:
+            while rebalancing.moving:
                 layers[0]._spread.end_step()
                 for layer in layers:
                     cases.check(layer(x), expected)
@@ -88,7 +88,7 @@ def cannot_read(rank: Rank) -> list[Any]:
         maps = random_map(generator)
         before = layers[1]._held.logical.tolist()
         rebalancing.start(maps)
-        while rebalancing._pending:
+        while rebalancing.moving:
             layers[0]._spread.end_step()
         as_asked = [sorted(one._held.logical.tolist()) == sorted(row.tolist()) for one, row in zip(layers, maps)]
         assert layers[1]._held.logical.tolist() == before

@@ -79,6 +79,16 @@ class Rebalancing:
             "expert_move_failures": 0.0,
         }
 
+    @property
+    def num_layers(self) -> int:
+        """Whose experts may move."""
+        return len(self._held)
+
+    @property
+    def moving(self) -> bool:
+        """Whether some layer is still to change."""
+        return bool(self._pending)
+
     def end_step(self) -> None:
         """Count a step; move the experts of one layer, if any are to move."""
         self._steps += 1
