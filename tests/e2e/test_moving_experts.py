@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,14 +14,16 @@ from fourfold import LLM, SamplingParams
 from .conftest import Start
 from .running_server import Server, wait_until
 
-RESTLESS = ("--enable-expert-parallel", "--parallel-layer", "moe=restless")
-RESTLESS += ("--moe-ep-rebalance-interval", "1000000", "--moe-ep-redundant-experts", "1")
+RESTLESS = (
+    *("--enable-expert-parallel", "--parallel-layer", "moe=restless"),
+    *("--moe-ep-rebalance-interval", "1000000", "--moe-ep-redundant-experts", "1"),
+)
 PROMPTS = ["Once upon a time", "The capital of France is"]
 TOKENS = 140
 """Layers are asked for their figures every 32 steps: 128 of them are seen, in 100 of which experts move."""
 
 
-def generated(model: str, **options: str) -> list[list[int]]:
+def generated(model: str, **options: Any) -> list[list[int]]:
     """By one process."""
     params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
     with LLM(model, dtype="float32", max_model_len=500, num_blocks=100, **options) as llm:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from time import perf_counter, time
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -264,6 +264,10 @@ class EngineCore:
         that cannot be read: they are asleep then.
         """
         self._sleep.load_weights(model)
+
+    def layer_report(self) -> list[dict[str, Any]]:
+        """What the layers of each stage show, after the steps in the air; see ``StepPart.report``."""
+        return self._executor.layer_report()
 
     def load_adapter(self, name: str, folder: str) -> None:
         """Load a LoRA adapter, for requests that name it. Raises RequestError and ConfigError; then nothing changes."""

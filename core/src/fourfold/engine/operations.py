@@ -9,6 +9,7 @@ OPERATIONS: Final[Mapping[str, bool]] = {
     "check_weights": False,
     "discard_weights": True,
     "halt": True,
+    "layer_report": False,
     "load_adapter": False,
     "load_weights": True,
     "reset_prefix_cache": False,

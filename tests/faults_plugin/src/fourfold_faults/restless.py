@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +56,9 @@ class Restlessness:
 
     def counters(self) -> Mapping[str, float]:
         return {"random_maps": float(self._num_maps)}
+
+    def report(self) -> Mapping[str, Any]:
+        return {}
 
     def close(self) -> None:
         pass
