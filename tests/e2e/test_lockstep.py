@@ -181,6 +181,6 @@ def test_every_layout_answers_alike(start: Start, tiny_mixture: Path, layout: st
     if layout == "experts that move":
         with server.client() as client:
             rows = client.get("/topology").json()["layers"]
-        assert [(row["engine"], row["stage"]) for row in rows] == [(0, 0), (1, 0)]
+        assert [(row["engine"], row["stage"]) for row in rows] == [(0, 0), (1, 0)], server.log
         assert all(row["experts"]["layers"] == [0, 1] for row in rows)
         assert all(sum(map(sum, row["experts"]["load"])) > 0 for row in rows)
