@@ -126,6 +126,8 @@ class CommunicatorContext:
     """Seconds for the rendezvous and for every collective."""
     one_host: bool = True
     """Whether all ranks of the group are on this host."""
+    hosts: tuple[int, ...] = ()
+    """A number for each rank, the same for ranks of one host; empty: not known."""
     address: str = ""
     """This host's IP address as the others reach it; empty: not known."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from fourfold.checkpoints.progress import NoProgress
 from fourfold.checkpoints.resolve import resolve_checkpoint
@@ -117,3 +118,47 @@ def test_adapters_equal_merged_weights_alone_and_mixed(
         built.adapters.load(2, broken)
     plain = paged(built.decoder).step({0: PROMPTS[2]})
     torch.testing.assert_close(plain, reference_logits(model, PROMPTS[2]), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_an_adapter_in_bfloat16_equals_merged_weights_up_to_rounding(
+    stored: torch.dtype,
+    save_random: Callable[..., tuple[Path, Any]],
+    registry: PluginRegistry,
+    torch_backends: BackendConfig,
+    reference_logits: Callable[[Any, list[int]], torch.Tensor],
+    paged: Any,
+    tmp_path: Path,
+) -> None:
+    """The measure is how far the merged model itself is from exact arithmetic when it is run in bfloat16."""
+    folder, model = save_random("Llama", **SMALL)
+
+    def build(path: Path) -> tuple[Any, Any]:
+        config = EngineConfig(
+            model=ModelConfig(model=str(path)), backends=torch_backends, lora=LoraConfig(enable_lora=True)
+        )
+        checkpoint = resolve_checkpoint(config.model, registry, NoProgress())
+        context = WorkerContext(config=config, layout=ParallelLayout(), rank=0)
+        cpu = torch.device("cpu")
+        built = build_model(context, registry, checkpoint.description, device=cpu, dtype=torch.bfloat16)
+        fill_model(built, checkpoint, NoProgress())
+        return built, checkpoint
+
+    built, checkpoint = build(folder)
+    written = write_adapter(checkpoint, tmp_path / "adapter", merged=tmp_path / "merged", alpha=2.0)
+    file = written / "adapter_model.safetensors"
+    save_file({name: tensor.to(stored) for name, tensor in load_file(file).items()}, file)
+    built.adapters.load(1, read_adapter(written, checkpoint.description, max_rank=4))
+    merged, _ = build(tmp_path / "merged")
+    exact_model = type(model).from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    for prompt in PROMPTS:
+        exact = reference_logits(exact_model, prompt)
+        rounded = paged(merged.decoder).step({0: prompt}).float()
+        built.adapters.activate(np.array([1]), np.array([len(prompt)]), torch.from_numpy)
+        adapted = paged(built.decoder).step({0: prompt}).float()
+        noise = (rounded - exact).abs()
+        assert (adapted - exact).abs().max() <= 3 * noise.max()
+        assert (adapted - exact).abs().mean() <= 2 * noise.mean()
+        clear = exact.sort(dim=-1).values.diff(dim=-1)[:, -1] > 6 * noise.max()
+        assert torch.equal(adapted.argmax(-1)[clear], exact.argmax(-1)[clear])
+        assert (reference_logits(model, prompt) - exact).abs().max() > 10 * noise.max()  # an adapter does something

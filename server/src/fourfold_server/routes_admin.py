@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Annotated, Any
+from unicodedata import category
 
 from fastapi import APIRouter, Query
 from starlette.requests import Request
@@ -15,6 +16,9 @@ from fourfold.messages import RestartEngine
 from fourfold_server.json_body import read_json_object
 from fourfold_server.replica_choice import check_rank
 from fourfold_server.state import ServerState
+
+MAX_TEXT = 4096
+"""Characters of a field: the longest path that Linux takes."""
 
 
 def admin_router(state: ServerState) -> APIRouter:
@@ -77,6 +81,11 @@ def read_text_fields(body: dict[str, Any], names: Sequence[str]) -> dict[str, st
             raise RequestError(f"{name} is missing; a text", parameter=name)
         if not isinstance(body[name], str) or not body[name].strip():
             raise RequestError(f"{name} is {body[name]!r:.100}; a text that is not empty", parameter=name)
+        if len(body[name]) > MAX_TEXT or any(category(one) in ("Cc", "Cs") for one in body[name]):
+            raise RequestError(
+                f"{name} is {body[name]!r:.100}; {MAX_TEXT} characters at most, and no control characters",
+                parameter=name,
+            )
     return {name: body[name] for name in names}
 
 
