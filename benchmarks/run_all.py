@@ -19,6 +19,7 @@ SCRIPTS = [
     "startup.py",
     "collective_rpc.py",
     "rpc_over_nodes.py",
+    "nodes_apart.py",
     "all_reduce.py",
     "pipeline_transport.py",
     "expert_parallel.py",

@@ -105,6 +105,14 @@ def test_resolving_again_changes_nothing(registry):
     assert resolve(once, registry).config == once
 
 
+def test_who_places_replicas_is_the_executor(registry):
+    assert resolve(build_engine_config(data_parallel_backend="single"), registry).config.backends.executor == "single"
+    with pytest.raises(ConfigError, match="--data-parallel-backend is 'single' and --executor 'other': the executor"):
+        resolve(build_engine_config(data_parallel_backend="single", executor="other"), registry)
+    with pytest.raises(PluginError, match="no executor called 'singel'; did you mean 'single'"):
+        resolve(build_engine_config(data_parallel_backend="singel"), registry)
+
+
 @pytest.mark.parametrize(
     ("wanted", "device", "features", "dtype"),
     [

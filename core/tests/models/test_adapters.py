@@ -24,7 +24,7 @@ from fourfold.layout import ParallelLayout
 from fourfold.models.adapter_file import read_adapter
 from fourfold.models.loading import build_model, fill_model
 from fourfold.plugins import PluginRegistry
-from fourfold.testing.lora_adapter import write_adapter
+from fourfold.testing.lora_adapter import ALL_MODULES, write_adapter
 
 SMALL = {
     "vocab_size": 199,
@@ -38,7 +38,34 @@ SMALL = {
 PROMPTS = ([3, 17, 150, 9, 42], [5, 5, 8], [100, 7, 66, 31])
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Gemma2"])
+LATENTS = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 28,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen2": {},
+    "Gemma2": {"head_dim": 8},
+    "DeepseekV2": {**LATENTS, "q_lora_rank": None},
+    "DeepseekV3": LATENTS,
+}
+MODULES = {
+    "DeepseekV2": ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+    "DeepseekV3": ("q_a_proj", "q_b_proj", "kv_b_proj", "o_proj"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_equal_merged_weights_alone_and_mixed(
     family: str,
     save_random: Callable[..., tuple[Path, Any]],
@@ -48,7 +75,7 @@ def test_adapters_equal_merged_weights_alone_and_mixed(
     paged: Any,
     tmp_path: Path,
 ) -> None:
-    folder, model = save_random(family, **SMALL, **({"head_dim": 8} if family == "Gemma2" else {}))
+    folder, model = save_random(family, **{**SMALL, **FAMILIES[family]})
     lora = LoraConfig(enable_lora=True)
     config = EngineConfig(model=ModelConfig(model=str(folder)), backends=torch_backends, lora=lora)
     checkpoint = resolve_checkpoint(config.model, registry, NoProgress())
@@ -58,7 +85,8 @@ def test_adapters_equal_merged_weights_alone_and_mixed(
     fill_model(built, checkpoint, NoProgress())
     assert built.adapters is not None
     models = [model]
-    for slot, options in ((1, {"modules": ("q_proj", "v_proj"), "rslora": True}), (2, {"rank": 2})):
+    some, all_modules = MODULES.get(family, ("q_proj", "v_proj"))[:2], MODULES.get(family, ALL_MODULES)
+    for slot, options in ((1, {"modules": some, "rslora": True}), (2, {"rank": 2, "modules": all_modules})):
         merged = tmp_path / f"merged{slot}"
         written = write_adapter(checkpoint, tmp_path / f"adapter{slot}", seed=slot, merged=merged, **options)
         built.adapters.load(slot, read_adapter(written, checkpoint.description, max_rank=4))

@@ -34,6 +34,20 @@ def admin_router(state: ServerState) -> APIRouter:
         await state.operations.reset_prefix_cache()
         return JSONResponse({})
 
+    @router.post("/admin/pause", summary="Come to a stop: requests that have begun are kept, waited for, or aborted")
+    async def pause(mode: str = "keep") -> Response:
+        await state.operations.pause(mode)
+        return JSONResponse(_pausing(state))
+
+    @router.post("/admin/resume", summary="Go on after a pause")
+    async def resume() -> Response:
+        await state.operations.resume()
+        return JSONResponse(_pausing(state))
+
+    @router.get("/admin/is_paused", summary="Whether the replicas have come to a stop")
+    async def is_paused() -> Response:
+        return JSONResponse(_pausing(state))
+
     @router.post("/admin/sleep", summary="Give memory back: of the KV cache, and at level 2 of the weights too")
     async def sleep(level: int = 1) -> Response:
         await state.operations.sleep(level)
@@ -78,6 +92,11 @@ def read_text_fields(body: dict[str, Any], names: Sequence[str]) -> dict[str, st
 def _sleeping(state: ServerState) -> dict[str, Any]:
     replicas = [{"rank": link.rank, "asleep": list(link.stats.asleep)} for link in state.client.links]
     return {"is_sleeping": any(replica["asleep"] for replica in replicas), "replicas": replicas}
+
+
+def _pausing(state: ServerState) -> dict[str, Any]:
+    replicas = [{"rank": link.rank, "paused": link.stats.paused} for link in state.client.links]
+    return {"is_paused": any(replica["paused"] for replica in replicas), "replicas": replicas}
 
 
 def _restart(state: ServerState, value: str) -> dict[str, int | str]:

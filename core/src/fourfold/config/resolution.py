@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from fourfold.config.backend_config import BackendConfig
 from fourfold.config.engine_config import EngineConfig
 from fourfold.config.model_config import Dtype
 from fourfold.entries import Entry
@@ -35,14 +36,14 @@ def resolve(config: EngineConfig, registry: PluginRegistry) -> Resolved:
     """
     dtype, reason = choose_dtype(config.model.dtype, accelerator(), cpu_features())
     reasons = [reason]
-    resolved = replace(config, model=replace(config.model, dtype=dtype))
+    resolved = replace(config, model=replace(config.model, dtype=dtype), backends=_place_replicas(config.backends))
     for kind, field, entries in (
         ("executor", "executor", registry.executors()),
         ("scheduler", "scheduler", registry.schedulers()),
         ("load balancer", "load_balancer", registry.load_balancers()),
     ):
         table: Mapping[str, Entry[Any]] = entries
-        selection = select(kind, table, getattr(config.backends, field), resolved)
+        selection = select(kind, table, getattr(resolved.backends, field), resolved)
         reasons.append(selection.reason)
         resolved = replace(resolved, backends=replace(resolved.backends, **{field: selection.entry.name}))
     _check_names(resolved, registry)
@@ -50,6 +51,19 @@ def resolve(config: EngineConfig, registry: PluginRegistry) -> Resolved:
     _check_spread(resolved)
     registry.check_config(resolved)
     return Resolved(config=resolved, reasons=tuple(reasons))
+
+
+def _place_replicas(backends: BackendConfig) -> BackendConfig:
+    """Who places replicas is the executor."""
+    wanted, executor = backends.data_parallel_backend, backends.executor
+    if wanted == AUTO:
+        return backends
+    if executor not in (AUTO, wanted):
+        raise ConfigError(
+            f"--data-parallel-backend is {wanted!r} and --executor {executor!r}: the executor places the replicas too; "
+            "leave one of the options out"
+        )
+    return replace(backends, executor=wanted)
 
 
 def _spread_experts(config: EngineConfig, registry: PluginRegistry) -> EngineConfig:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _TENSOR: Final = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<matrix>[AB])(?:\.default)?\.weight")
-_MODULE: Final = re.compile(r"model\.layers\.\d+\.(?:self_attn|mlp)\.\w+_proj")
+_MODULE: Final = re.compile(r"model\.layers\.\d+\.(?:self_attn|mlp)\.\w+_proj(?:_with_mqa)?")
 _REFUSED: Final[Mapping[str, str]] = {
     "modules_to_save": "whole modules beside the adapter's matrices",
     "use_dora": "DoRA",
