@@ -221,10 +221,10 @@ def victim(server: Server, size: int) -> int:
 
 def ask(server: Server, *, until: int = 0) -> tuple[list[Stream], Callable[[], list[str]]]:
     """Four streams, with so many events behind them, and two requests that are not streamed; what all of them say."""
-    bodies = [completion(60, prompt=prompt, **USAGE) for prompt in PROMPTS]
+    bodies = [completion(20, prompt=prompt, **USAGE) for prompt in PROMPTS]
     streams = [Stream(server, "/v1/completions", body) for body in bodies]
     pool = ThreadPoolExecutor(2)
-    whole = [pool.submit(complete_all, server, [completion(60, prompt=prompt)]) for prompt in PROMPTS[:2]]
+    whole = [pool.submit(complete_all, server, [completion(20, prompt=prompt)]) for prompt in PROMPTS[:2]]
     for stream in streams:
         stream.wait_for_events(until)
 
@@ -232,7 +232,7 @@ def ask(server: Server, *, until: int = 0) -> tuple[list[Stream], Callable[[], l
         for stream in streams:
             stream.join(300)
             assert (stream.error, stream.done) == (None, True)
-            assert stream.events[-1]["usage"]["completion_tokens"] == 60
+            assert stream.events[-1]["usage"]["completion_tokens"] == 20
         answers = [one.result(300)[0]["choices"][0]["text"] for one in whole]
         pool.shutdown()
         return [*(stream.text for stream in streams), *answers]
@@ -321,7 +321,7 @@ def test_the_death_of_the_server_is_that_of_everything(begin: Begin, moment: str
     memory = set(os.listdir("/dev/shm"))
     server = begin(ready=moment != "loading")
     if moment == "loading":
-        _ = server.engine_pid
+        wait_until(lambda: {"api_server 0", "engine_core DP1"} <= server.states().keys(), TIMEOUT, "all to start")
     streams = [Stream(server, "/v1/completions", completion(4000))] * (moment == "generating")
     for stream in streams:
         stream.wait_for_events(2)

@@ -147,9 +147,12 @@ class ApiServer:
             self.client.fail_all(SHUTTING_DOWN)
 
     async def close(self, *, forced: bool = False) -> None:
-        """End HTTP, each part within its deadline; ``forced`` waits for no answer."""
+        """End HTTP, each part within its deadline, and what is left of requests with an error; ``forced`` waits for no
+        answer.
+        """
         self.state.start_draining()
         if not forced:
+            self.client.fail_all(SHUTTING_DOWN)
             await self._requests.wait(_FLUSH_TIMEOUT)
         self.client.close()
         self._http.should_exit = True
