@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,22 +17,6 @@ from .test_operations import post, save_other_weights, text_of
 from .test_replicas import SEEDED, processes, replicas
 
 TOGETHER = ["--data-parallel-size", "2", "--enable-expert-parallel", "--num-blocks", "2000"]
-
-
-@pytest.fixture(scope="module")
-def tiny_mixture(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with five experts in place of a feed-forward."""
-    folder = tmp_path_factory.mktemp("models") / "tiny-mixture"
-    shutil.copytree(tiny_model, folder)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {
-        "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
-        "num_local_experts": 5,
-        "num_experts_per_tok": 2,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def complete(server: Server, engine: int | None, prompt: str, *, tokens: int = 3) -> str:
@@ -195,3 +178,9 @@ def test_every_layout_answers_alike(start: Start, tiny_mixture: Path, layout: st
     with ThreadPoolExecutor(len(prompts)) as pool:
         for _ in range(3):
             assert list(pool.map(lambda prompt: complete(server, None, prompt, tokens=20), prompts)) == expected
+    if layout == "experts that move":
+        with server.client() as client:
+            rows = client.get("/topology").json()["layers"]
+        assert [(row["engine"], row["stage"]) for row in rows] == [(0, 0), (1, 0)], server.log
+        assert all(row["experts"]["layers"] == [0, 1] for row in rows)
+        assert all(sum(map(sum, row["experts"]["load"])) > 0 for row in rows)
