@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,10 @@ def test_a_client_that_stops_reading_hurts_nobody(begin: Begin) -> None:
 # --- signals ---------------------------------------------------------------------------------------------------------
 
 
+def is_unready(client: httpx.Client) -> bool:
+    return client.get("/readyz").status_code == 503
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_streams_and_queued_requests_finish(begin: Begin, size: int, signum: signal.Signals) -> None:
     server = begin("--max-num-seqs", "2", "--drain-timeout", "300")
@@ -165,7 +170,7 @@ def test_a_signal_lets_streams_and_queued_requests_finish(begin: Begin, size: in
     server.signal(signum)
     for client in clients:
         before = time.monotonic()
-        wait_until(lambda client=client: client.get("/readyz").status_code == 503, TIMEOUT, "/readyz is 503")
+        wait_until(partial(is_unready, client), TIMEOUT, "/readyz is 503")
         assert time.monotonic() - before < 0.5
         assert client.get("/livez").status_code == 200
         assert client.post("/v1/completions", json=completion(1)).status_code == 503
@@ -362,7 +367,7 @@ def test_deployments_that_start_at_once_do_not_meet(tiny_model: Path, tmp_path: 
     for _ in range(3):
         servers = [Server(options, tmp_path, **ONE_THREAD) for _ in range(8 // size)]
         try:
-            urls = {server: wait_until(lambda server=server: _url(server), 300, "its address") for server in servers}
+            urls = {server: wait_until(partial(_url, server), 300, "its address") for server in servers}
             assert len(set(urls.values())) == len(servers)
             for server, url in urls.items():
                 with httpx.Client(base_url=url, timeout=TIMEOUT, verify=False) as client:
