@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -255,10 +256,11 @@ def test_requests_go_on_when_a_rank_is_lost(begin: Begin, size: int, signum: sig
     assert server.status("/readyz") == 200
     assert texts() == expected
     wait_until(lambda: replicas(server) == ["running"] * size, 180, "all replicas again")
-    how = "was killed by signal 9 (SIGKILL)" if signum is signal.SIGKILL else "stopped by a signal for 4 s"
-    assert any(how in line for line in server.lines), server.log
-    if RANKS[size] > 1 and signum is signal.SIGKILL:
-        assert f"rank 1 {how}" in server.log
+    place = "rank 1" if RANKS[size] > 1 else "engine_core DP0"
+    # Of one that stands still, either the ranks that wait for it or whoever watches it is first.
+    still = rf"{place} was stopped by a signal for 4 s|within 4 s from rank\(s\) 1\b"
+    how = rf"{place} was killed by signal 9 \(SIGKILL\)" if signum is signal.SIGKILL else still
+    assert re.search(how, server.log), server.log
     wait_until_idle(server, TIMEOUT)
 
 
