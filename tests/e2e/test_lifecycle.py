@@ -12,6 +12,7 @@ import ssl
 import subprocess
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -297,7 +298,7 @@ def test_a_signal_during_the_start_ends_it(start: Start) -> None:
 def test_a_signal_at_any_moment_of_the_start_ends_it(start: Start, signum: signal.Signals) -> None:
     for seconds in (0, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.2, 1.6, 2.4, 3.2):
         server = start("--data-parallel-size", "2", "--num-blocks", "600", ready=False)
-        wait_until(lambda root=server.root: any(root.glob("*")), 60, "the run directory")
+        wait_until(partial(has_begun, server), 60, "the run directory")
         threading.Event().wait(seconds)
         processes = server.descendants()
         assert_ends_soon(server, signum)
@@ -314,6 +315,10 @@ def test_two_signals_during_the_start_end_it_too(start: Start) -> None:
     assert server.wait(10) in (0, 1)
     wait_until_gone(processes, 1)
     assert "Traceback" not in server.log
+
+
+def has_begun(server: Server) -> bool:
+    return any(server.root.glob("*"))
 
 
 def assert_ends_soon(server: Server, signum: signal.Signals) -> None:

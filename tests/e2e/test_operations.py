@@ -199,16 +199,20 @@ def paused_replicas(server: Server) -> list[dict[str, Any]]:
     return replicas
 
 
-def test_a_sleeping_server_lets_go_of_clients_and_ends(start: Start) -> None:
+@pytest.mark.parametrize("rest", ["sleep", pytest.param("pause", marks=pytest.mark.long)])
+def test_a_server_at_rest_lets_go_of_clients_and_ends(start: Start, rest: str) -> None:
     server = start(*TWO, "--drain-timeout", "300")
     streams = [Stream(server, "/v1/completions", completion(2000, **SEEDED)) for _ in range(4)]
     for opened in streams:
         opened.wait_for_events(2)
-    post(server, "/admin/sleep")
-    waiting = "fourfold_num_requests_waiting"
-    wait_until(lambda: server.metric(waiting) == 4, 5, "all requests to wait")
+    post(server, f"/admin/{rest}")
+
+    def held() -> float:
+        return sum(server.metric(f"fourfold_num_requests_{how}") for how in ("running", "waiting"))
+
+    wait_until(lambda: held() == 4, 5, "all requests to be there")
     streams[0].hang_up()
-    wait_until(lambda: server.metric(waiting) == 3, 5, "the request of the lost client to end")
+    wait_until(lambda: held() == 3, 5, "the request of the lost client to end")
     everything = [server.parent, *server.descendants()]
     server.signal(signal.SIGTERM)
     assert server.wait(20) == 0
@@ -217,7 +221,7 @@ def test_a_sleeping_server_lets_go_of_clients_and_ends(start: Start) -> None:
         opened.join()
         assert opened.error is not None
         assert "shutting down" in opened.error["message"]
-    assert any("requests are ended as the replicas sleep" in line for line in server.lines)
+    assert any("requests are ended as the replicas are at rest" in line for line in server.lines)
 
 
 def test_adapters_are_models_on_all_replicas(start: Start, tiny_model: Path, tmp_path: Path) -> None:

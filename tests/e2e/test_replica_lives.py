@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,8 @@ from .test_replicas import complete_all, processes, replicas
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200), pytest.mark.parametrize("size", [2, 4])]
 USAGE = {"stream_options": {"include_usage": True}}
 PROMPTS = ("The capital of France is", "1, 2, 3, 4, 5,", "Here is the English alphabet: ABC", "Once upon a time")
-SOON = 2.0
-"""Seconds in which what takes one at most is done on a machine that does other things too."""
+SOON = 4.0
+"""Seconds in which what takes one is done on a machine that does other things too."""
 
 Begin = Callable[..., Server]
 
@@ -53,14 +55,17 @@ def wait_until_idle(server: Server, timeout: float = SOON) -> None:
     def idle() -> bool:
         return total(server, "num_requests_running", "num_requests_waiting", "kv_cache_usage") == 0
 
+    def still() -> bool:
+        before = total(server, "steps_total")
+        threading.Event().wait(0.4)
+        return total(server, "steps_total") == before
+
     wait_until(idle, timeout, "no request and no block in use")
-    before = total(server, "steps_total")
-    threading.Event().wait(0.4)
-    assert total(server, "steps_total") == before
+    wait_until(still, timeout, "no further step")
 
 
-def send(server: Server, body: dict[str, Any], *, receive_buffer: int = 0) -> socket.socket:
-    """A connection that has sent a request and reads nothing yet."""
+def send(server: Server, body: dict[str, Any], *, rank: int | None = None, receive_buffer: int = 0) -> socket.socket:
+    """A connection that has sent a request, for a replica or any, and reads nothing yet."""
     url = httpx.URL(server.url)
     connection = socket.socket()
     if receive_buffer:
@@ -69,6 +74,7 @@ def send(server: Server, body: dict[str, Any], *, receive_buffer: int = 0) -> so
     connection.connect((url.host, url.port))
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    head += "" if rank is None else f"\r\nX-Data-Parallel-Rank: {rank}"
     connection.sendall(head.encode() + b"\r\n\r\n" + data)
     return connection
 
@@ -84,7 +90,7 @@ def footprint(server: Server) -> tuple[int, int, float]:
 
 
 def test_whatever_a_lost_client_asked_for_ends(begin: Begin, size: int) -> None:
-    server = begin("--max-num-seqs", "1", "--max-num-batched-tokens", "512")
+    server = begin("--max-num-seqs", "1", "--max-num-batched-tokens", "64")
     stream = Stream(server, "/v1/completions", completion(4000, stream_options=USAGE["stream_options"]))
     stream.wait_for_events(3)
     stream.hang_up()
@@ -99,17 +105,16 @@ def test_whatever_a_lost_client_asked_for_ends(begin: Begin, size: int) -> None:
         wait_until(lambda: total(server, "num_requests_running") > 0, TIMEOUT, "the request to run")
         connection.close()
         wait_until_idle(server)
-    running = [Stream(server, "/v1/completions", completion(4000)) for _ in range(size)]
-    for one in running:
-        one.wait_for_events(1)
+    running = [send(server, completion(4000, stream=True), rank=rank) for rank in range(size)]
+    wait_until(lambda: total(server, "num_requests_running") == size, TIMEOUT, "one to run on each")
     queued = [send(server, completion(4000, stream=True)) for _ in range(3)]
     wait_until(lambda: total(server, "num_requests_waiting") == 3, TIMEOUT, "three to be queued")
     for connection in queued:
         connection.close()
     wait_until(lambda: total(server, "num_requests_waiting") == 0, SOON, "nobody to be queued")
     assert total(server, "num_requests_running") == size
-    for one in running:
-        one.hang_up()
+    for connection in running:
+        connection.close()
     wait_until_idle(server)
     assert complete_all(server, [completion(4, prompt=PROMPTS[0])])[0]["choices"][0]["text"] == " Paris.\n\n"
 
@@ -149,21 +154,24 @@ def test_a_client_that_stops_reading_hurts_nobody(begin: Begin) -> None:
 # --- signals ---------------------------------------------------------------------------------------------------------
 
 
+def is_unready(client: httpx.Client) -> bool:
+    return client.get("/readyz").status_code == 503
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_streams_and_queued_requests_finish(begin: Begin, size: int, signum: signal.Signals) -> None:
     server = begin("--max-num-seqs", "2", "--drain-timeout", "300")
     running = [Stream(server, "/v1/completions", completion(60, **USAGE)) for _ in range(2 * size)]
-    for stream in running:
-        stream.wait_for_events(1)
+    running[0].wait_for_events(1)
     queued = [Stream(server, "/v1/completions", completion(5, **USAGE)) for _ in range(2)]
-    wait_until(lambda: total(server, "num_requests_waiting") == 2, TIMEOUT, "two to be queued")
+    wait_until(lambda: total(server, "num_requests_waiting") >= 2, TIMEOUT, "two to be queued")
     everything, clients = everything_of(server), [server.client() for _ in range(size)]
     for client in clients:  # one for each API server
         assert client.get("/readyz").status_code == 200
     server.signal(signum)
     for client in clients:
         before = time.monotonic()
-        wait_until(lambda client=client: client.get("/readyz").status_code == 503, TIMEOUT, "/readyz is 503")
+        wait_until(partial(is_unready, client), TIMEOUT, "/readyz is 503")
         assert time.monotonic() - before < 0.5
         assert client.get("/livez").status_code == 200
         assert client.post("/v1/completions", json=completion(1)).status_code == 503
@@ -219,10 +227,10 @@ def victim(server: Server, size: int) -> int:
 
 def ask(server: Server, *, until: int = 0) -> tuple[list[Stream], Callable[[], list[str]]]:
     """Four streams, with so many events behind them, and two requests that are not streamed; what all of them say."""
-    bodies = [completion(60, prompt=prompt, **USAGE) for prompt in PROMPTS]
+    bodies = [completion(20, prompt=prompt, **USAGE) for prompt in PROMPTS]
     streams = [Stream(server, "/v1/completions", body) for body in bodies]
     pool = ThreadPoolExecutor(2)
-    whole = [pool.submit(complete_all, server, [completion(60, prompt=prompt)]) for prompt in PROMPTS[:2]]
+    whole = [pool.submit(complete_all, server, [completion(20, prompt=prompt)]) for prompt in PROMPTS[:2]]
     for stream in streams:
         stream.wait_for_events(until)
 
@@ -230,7 +238,7 @@ def ask(server: Server, *, until: int = 0) -> tuple[list[Stream], Callable[[], l
         for stream in streams:
             stream.join(300)
             assert (stream.error, stream.done) == (None, True)
-            assert stream.events[-1]["usage"]["completion_tokens"] == 60
+            assert stream.events[-1]["usage"]["completion_tokens"] == 20
         answers = [one.result(300)[0]["choices"][0]["text"] for one in whole]
         pool.shutdown()
         return [*(stream.text for stream in streams), *answers]
@@ -248,10 +256,11 @@ def test_requests_go_on_when_a_rank_is_lost(begin: Begin, size: int, signum: sig
     assert server.status("/readyz") == 200
     assert texts() == expected
     wait_until(lambda: replicas(server) == ["running"] * size, 180, "all replicas again")
-    how = "was killed by signal 9 (SIGKILL)" if signum is signal.SIGKILL else "stopped by a signal for 4 s"
-    assert any(how in line for line in server.lines), server.log
-    if RANKS[size] > 1 and signum is signal.SIGKILL:
-        assert f"rank 1 {how}" in server.log
+    place = "rank 1" if RANKS[size] > 1 else "engine_core DP0"
+    # Of one that stands still, either the ranks that wait for it or whoever watches it is first.
+    still = rf"{place} was stopped by a signal for 4 s|within 4 s from rank\(s\) 1\b"
+    how = rf"{place} was killed by signal 9 \(SIGKILL\)" if signum is signal.SIGKILL else still
+    assert re.search(how, server.log), server.log
     wait_until_idle(server, TIMEOUT)
 
 
@@ -319,7 +328,7 @@ def test_the_death_of_the_server_is_that_of_everything(begin: Begin, moment: str
     memory = set(os.listdir("/dev/shm"))
     server = begin(ready=moment != "loading")
     if moment == "loading":
-        _ = server.engine_pid
+        wait_until(lambda: {"api_server 0", "engine_core DP1"} <= server.states().keys(), TIMEOUT, "all to start")
     streams = [Stream(server, "/v1/completions", completion(4000))] * (moment == "generating")
     for stream in streams:
         stream.wait_for_events(2)
@@ -360,7 +369,7 @@ def test_deployments_that_start_at_once_do_not_meet(tiny_model: Path, tmp_path: 
     for _ in range(3):
         servers = [Server(options, tmp_path, **ONE_THREAD) for _ in range(8 // size)]
         try:
-            urls = {server: wait_until(lambda server=server: _url(server), 300, "its address") for server in servers}
+            urls = {server: wait_until(partial(_url, server), 300, "its address") for server in servers}
             assert len(set(urls.values())) == len(servers)
             for server, url in urls.items():
                 with httpx.Client(base_url=url, timeout=TIMEOUT, verify=False) as client:

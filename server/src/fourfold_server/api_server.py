@@ -41,7 +41,7 @@ SHUTTING_DOWN = "the server is shutting down"
 _FLUSH_TIMEOUT = 2.0
 """Seconds for answers that were given an error to reach their clients."""
 _LOOK_EVERY = 0.5
-"""Seconds of a drain between looks at whether the replicas have fallen asleep."""
+"""Seconds of a drain between looks at whether the replicas have come to rest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,23 +133,26 @@ class ApiServer:
 
     async def drain(self, timeout: float) -> None:
         """Take no new requests, and end those that have not ended after ``timeout`` seconds with an error; all of them
-        at once while the replicas sleep, as none can end by itself then.
+        at once while the replicas sleep or pause, as none can end by itself then.
         """
         self.state.start_draining()
         deadline = time.monotonic() + timeout
         left, remaining = len(self._requests), timeout
-        while left and remaining and not self.client.asleep:
+        while left and remaining and not self.state.at_rest:
             remaining = max(0.0, deadline - time.monotonic())
             left = await self._requests.wait(min(remaining, _LOOK_EVERY))
         if left:
-            why = "as the replicas sleep" if self.client.asleep else f"by --drain-timeout ({timeout:g} s)"
+            why = "as the replicas are at rest" if self.state.at_rest else f"by --drain-timeout ({timeout:g} s)"
             logger.warning("%d requests are ended %s", left, why)
             self.client.fail_all(SHUTTING_DOWN)
 
     async def close(self, *, forced: bool = False) -> None:
-        """End HTTP, each part within its deadline; ``forced`` waits for no answer."""
+        """End HTTP, each part within its deadline, and what is left of requests with an error; ``forced`` waits for no
+        answer.
+        """
         self.state.start_draining()
         if not forced:
+            self.client.fail_all(SHUTTING_DOWN)
             await self._requests.wait(_FLUSH_TIMEOUT)
         self.client.close()
         self._http.should_exit = True

@@ -87,6 +87,8 @@ class Deployment:
             await self._server.start(self._listener)
         failure = await self._end
         forced = failure is not None and failure.immediate
+        if failure is not None:
+            self._supervisor.hurry(ROLE)  # their clients hear of it too, while there is somebody to tell them
         await self._server.close(forced=forced)
         await asyncio.to_thread(self._acceptor.close)
         self._supervisor.close(grace=0 if forced else _ENGINE_GRACE)

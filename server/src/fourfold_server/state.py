@@ -93,6 +93,11 @@ class ServerState:
         """LoRA adapters that requests may name as their model."""
         return self._wishes.read().adapters
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether operators let the engines sleep or pause, so that no request gets on until they wish otherwise."""
+        return self.client.asleep or self._wishes.read().paused
+
     def find_adapter(self, name: str) -> WishedAdapter | None:
         """The LoRA adapter of a name; None: it is the model's own. Raises RequestError with status 404 for others."""
         if name in self.served_names:

@@ -1,7 +1,11 @@
-"""A random LoRA adapter as PEFT writes it, and the model with it merged: what an engine with the adapter must equal."""
+"""A random LoRA adapter as PEFT writes it, and the model with it merged: what an engine with the adapter must equal.
+
+Also a way to try adapters without training one: ``python -m fourfold.testing.lora_adapter FOLDER --model smollm2``.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import shutil
@@ -11,8 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fourfold.checkpoints.progress import NoProgress
+from fourfold.checkpoints.resolve import resolve_checkpoint
 from fourfold.checkpoints.safetensors_file import SafetensorsWriter
+from fourfold.config.model_config import ModelConfig
 from fourfold.models.adapter_file import CONFIG, WEIGHTS
+from fourfold.plugins import load_plugins
 
 if TYPE_CHECKING:
     from fourfold.checkpoints.resolve import Checkpoint
@@ -71,3 +79,20 @@ def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         writer.write(name, tensor.contiguous().numpy().data)
     writer.close()
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="is made; the adapter to load afterwards")
+    parser.add_argument("--model", default="smollm2", help="a folder, a .gguf file or a name")
+    parser.add_argument("--rank", type=int, default=4, help="r of the adapter")
+    parser.add_argument("--seed", type=int, default=0, help="of its numbers")
+    options = parser.parse_args()
+    checkpoint = resolve_checkpoint(ModelConfig(model=options.model), load_plugins(), NoProgress())
+    # Far less than what tests use: the answers differ from the model's, and are still text.
+    write_adapter(checkpoint, options.folder, rank=options.rank, alpha=0.05 * options.rank, seed=options.seed)
+
+
+if __name__ == "__main__":
+    main()
