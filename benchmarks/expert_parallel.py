@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
-import numpy as np
 import torch
 
 from fourfold.config.engine_config import EngineConfig
@@ -26,6 +25,7 @@ from fourfold.plugins import load_plugins
 from fourfold.testing.communicator_cases import connected
 from fourfold.testing.rank_process import Rank
 from fourfold.testing.ranks import RankPool
+from fourfold.testing.routing import expert_load
 from fourfold_moe_ep.ballot import Ballot
 from fourfold_moe_ep.expert_copies import first_map
 from fourfold_moe_ep.placement import Linear
@@ -102,7 +102,7 @@ def vote(rank: Rank) -> list[float]:
 def balance() -> None:
     for num_ranks in (8, 32):
         for kind in ("zipf", "lognormal"):
-            load = loads(kind, 60, 256)
+            load = expert_load(kind, 60, 256)
             slots = 256 + num_ranks
             started = time.perf_counter()
             balanced = GreedyRebalancer().balance(load, num_ranks, slots)
@@ -115,13 +115,6 @@ def balance() -> None:
                 end="",
             )
             print(f"   solved in {seconds:.3f} s")
-
-
-def loads(kind: str, num_layers: int, num_experts: int) -> np.ndarray:
-    generator = np.random.default_rng(0)
-    if kind == "lognormal":
-        return generator.lognormal(0.0, 1.0, (num_layers, num_experts))
-    return np.stack([generator.permutation(1.0 / np.arange(1, num_experts + 1)) for _ in range(num_layers)])
 
 
 def main() -> None:

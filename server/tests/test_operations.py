@@ -76,12 +76,21 @@ def test_models(server: Any) -> None:
 
 def test_small_answers(server: Any) -> None:
     assert server.http.get("/version").json().keys() == {"version"}
-    assert server.http.get("/topology").json() == {"processes": [], "stages": []}
+    assert server.http.get("/topology").json() == {"processes": [], "stages": [], "layers": []}
     health = server.http.get("/health").json()
     assert health["status"] == "healthy"
     assert health["engines"][0]["state"] == "ready"
     for probe in ("/livez", "/readyz", "/health"):
         assert server.http.head(probe).status_code == 200
+
+
+def test_what_layers_report_is_in_the_topology(server: Any) -> None:
+    heat = {"layers": [0, 1], "load": [[3, 1], [2, 2]]}
+    server.engine.show_layers({"expert_balancedness": 0.75}, [{"experts": heat}, {}])
+    assert server.complete().status_code == 200
+    assert server.http.get("/topology").json()["layers"] == [{"engine": 0, "stage": 0, "experts": heat}]
+    server.engine.refusals["layer_report"] = "no"
+    assert server.http.get("/topology").json()["layers"] == []
 
 
 def test_the_key_guards_everything_but_the_probes(start_server: Any) -> None:

@@ -63,6 +63,22 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_mixture(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with five experts in place of a feed-forward."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-mixture"
+    shutil.copytree(tiny_model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="session")
 def upcycled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded model as a mixture: three experts, of which a token takes two. Nearly a gigabyte."""
     return upcycle(tmp_path_factory.mktemp("upcycled") / "smollm2-moe", num_experts=3)

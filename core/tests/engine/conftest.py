@@ -145,6 +145,9 @@ class ToyClient:
     def load_weights(self, model: str) -> None:
         self._operate(f"load {model}")
 
+    def layer_report(self) -> list[dict[str, Any]]:
+        return [{"operations": list(self.operations)}]
+
     def load_adapter(self, slot: int, folder: str) -> None:
         self.operations.append(f"load_adapter {slot} {folder}")
 

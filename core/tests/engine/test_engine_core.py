@@ -263,3 +263,8 @@ def test_all_requests_of_a_client_can_be_ended(toy_engine: Any) -> None:
     engine.run()
     assert [engine.finish_reason(name) is None for name in names] == [False, True] * 3
     engine.check_idle()
+
+
+def test_what_layers_report_is_passed_on(toy_engine: Any) -> None:
+    engine = toy_engine()
+    assert engine.core.layer_report() == [{"operations": []}]

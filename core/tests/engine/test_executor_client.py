@@ -44,6 +44,8 @@ class FakeExecutor:
                 return self.step
             case "save_sharded_state":
                 return [self.saved(rank, args[0]) for rank in range(self.world_size)]
+            case "layer_report":
+                return [msgspec.msgpack.encode({"rank": rank}) for rank in range(self.world_size)]
             case "stop_profile":
                 return ["/traces/rank-0.json", "/traces/rank-1.json"]
         return [None] * self.world_size
@@ -164,3 +166,9 @@ def test_steps_in_flight(executor, monkeypatch, asynchronous, options, steps):
 def test_more_steps_in_flight_than_the_executor_takes_are_refused(executor):
     with pytest.raises(ConfigError, match="--max-in-flight is 3, and executor 'auto' takes 2 at most"):
         ExecutorClient(executor, build_engine_config(max_in_flight=3))
+
+
+@pytest.mark.parametrize(("option", "expected"), [("tensor", [{"rank": 0}]), ("pipeline", [{"rank": 0}, {"rank": 1}])])
+def test_the_first_rank_of_each_stage_reports_on_its_layers(option, expected):
+    client = ExecutorClient(FakeExecutor(), build_engine_config(**{f"{option}_parallel_size": 2}))
+    assert client.layer_report() == expected

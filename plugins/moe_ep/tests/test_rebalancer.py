@@ -4,28 +4,19 @@ import time
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from fourfold.errors import ConfigError, EngineError
 from fourfold.plugins import load_plugins
+from fourfold.testing.routing import RoutingSimulator, expert_load
 from fourfold_moe_ep.expert_copies import first_map, map_of
 from fourfold_moe_ep.placement import Linear
 from fourfold_moe_ep.rebalancer import GreedyRebalancer, balancedness
 
 
-def skewed(kind: str, num_layers: int, num_experts: int, seed: int = 0) -> NDArray[np.float64]:
-    """Loads of a skewed model, in another order in each layer."""
-    generator = np.random.default_rng(seed)
-    if kind == "lognormal":
-        return generator.lognormal(0.0, 1.0, (num_layers, num_experts))
-    weights = np.arange(1, num_experts + 1) ** -1.0
-    return np.stack([generator.permutation(weights) for _ in range(num_layers)])
-
-
 @pytest.mark.parametrize("num_experts", [64, 128, 256])
 @pytest.mark.parametrize("kind", ["zipf", "lognormal"])
 def test_one_redundant_expert_a_rank_balances_eight(kind: str, num_experts: int) -> None:
-    load = skewed(kind, 20, num_experts)
+    load = expert_load(kind, 20, num_experts)
     num_slots = num_experts + 8
     owners = Linear().place(num_slots, 8)
     balanced = load_plugins().rebalancers()["greedy"].build(None).balance(load, 8, num_slots)
@@ -33,8 +24,24 @@ def test_one_redundant_expert_a_rank_balances_eight(kind: str, num_experts: int)
     assert balancedness(load, first_map(20, num_experts, num_slots), owners, 8) < 0.9
 
 
+@pytest.mark.parametrize("kind", ["zipf", "lognormal", "hot"])
+def test_what_was_asked_for_balances_what_is_asked_for_next(kind: str) -> None:
+    num_experts, num_slots, num_layers = 64, 72, 4
+    owners = Linear().place(num_slots, 8)
+    simulator = RoutingSimulator(expert_load(kind, num_layers, num_experts), top_k=4)
+
+    def window() -> np.ndarray:
+        ids = [simulator.route(layer, 8192)[0].flatten().numpy() for layer in range(num_layers)]
+        return np.stack([np.bincount(asked, minlength=num_experts) for asked in ids]).astype(np.float64)
+
+    balanced = GreedyRebalancer().balance(window(), 8, num_slots)
+    asked_next = window()
+    before = balancedness(asked_next, first_map(num_layers, num_experts, num_slots), owners, 8)
+    assert balancedness(asked_next, balanced, owners, 8) > max(0.9, before)
+
+
 def test_a_large_model_is_solved_quickly() -> None:
-    load = skewed("zipf", 60, 256)
+    load = expert_load("zipf", 60, 256)
     started = time.process_time()
     GreedyRebalancer().balance(load, 32, 256 + 32)
     assert time.process_time() - started < 0.5
@@ -42,7 +49,7 @@ def test_a_large_model_is_solved_quickly() -> None:
 
 @pytest.mark.parametrize(("num_experts", "num_ranks", "num_slots"), [(8, 3, 8), (8, 3, 11), (5, 2, 15), (7, 7, 9)])
 def test_every_expert_has_a_copy_and_the_map_is_consistent(num_experts: int, num_ranks: int, num_slots: int) -> None:
-    load = skewed("lognormal", 4, num_experts)
+    load = expert_load("lognormal", 4, num_experts)
     found = GreedyRebalancer().balance(load, num_ranks, num_slots)
     again = GreedyRebalancer().balance(load.copy(), num_ranks, num_slots)
     assert (found.physical_to_logical == again.physical_to_logical).all()

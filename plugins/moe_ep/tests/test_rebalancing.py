@@ -54,7 +54,7 @@ def survives_maps(rank: Rank, all_to_all: str, num_maps: int) -> list[float]:
         for _ in range(num_maps):
             maps = random_map(generator)
             rebalancing.start(maps)
-            while rebalancing._pending:
+            while rebalancing.moving:
                 layers[0]._spread.end_step()
                 for layer in layers:
                     cases.check(layer(x), expected)
@@ -88,7 +88,7 @@ def cannot_read(rank: Rank) -> list[Any]:
         maps = random_map(generator)
         before = layers[1]._held.logical.tolist()
         rebalancing.start(maps)
-        while rebalancing._pending:
+        while rebalancing.moving:
             layers[0]._spread.end_step()
         as_asked = [sorted(one._held.logical.tolist()) == sorted(row.tolist()) for one, row in zip(layers, maps)]
         assert layers[1]._held.logical.tolist() == before
@@ -101,15 +101,16 @@ def test_a_layer_that_cannot_move_stays_on_all_ranks(rank_pool: Pool) -> None:
     assert rank_pool(2).run(cannot_read) == [[True, True, 1.0]] * 2
 
 
-def rebalances(rank: Rank) -> list[float]:
+def rebalances(rank: Rank, all_to_all: str) -> list[float]:
     """Tokens of which most go to the same experts, until experts have moved."""
-    generator = torch.Generator().manual_seed(rank.rank)
+    generator = torch.Generator().manual_seed(0)
     with cases.grouped(rank, COMM) as group:
-        layers = build(group, "shm", interval=5, gain=0.05)
+        layers = build(group, all_to_all, interval=5, gain=0.05)
         # experts 3 and 4 have one copy each, both on rank 0
         favourite = TENSORS["router.weight"][3] + TENSORS["router.weight"][4]
         rebalancing = layers[0]._spread._rebalancing
         assert rebalancing is not None
+        assert layers[0]._spread.report() == {}
         seen = []
         for _ in range(20):
             x = 0.4 * torch.randn(32, cases.HIDDEN, generator=generator) + favourite
@@ -117,11 +118,19 @@ def rebalances(rank: Rank) -> list[float]:
                 layer(x)
             layers[0]._spread.end_step()
             seen.append(rebalancing.counters["expert_balancedness"])
+        report = layers[0]._spread.report()["experts"]
+        asked = report["window_steps"] * 32 * MIXTURE.top_k
+        assert report["window_steps"] % 5 == 0
+        assert [sum(row) for row in report["load"]] == [asked] * NUM_LAYERS
+        assert [sum(row) for row in report["rank_load"]] == pytest.approx([asked] * NUM_LAYERS, abs=0.2)
+        assert {max(row) for row in report["load"]} == {max(row[3], row[4]) for row in report["load"]}
+        assert report["balancedness"] > seen[4] + 0.05
         return [seen[4], seen[-1], rebalancing.counters["expert_rebalances"], rebalancing.counters["expert_moves"]]
 
 
-def test_hot_experts_are_copied_and_all_ranks_count_alike(rank_pool: Pool) -> None:
-    first, other = rank_pool(2).run(rebalances)
+@pytest.mark.parametrize("all_to_all", ["auto", "shm"])
+def test_hot_experts_are_copied_and_all_ranks_count_alike(rank_pool: Pool, all_to_all: str) -> None:
+    first, other = rank_pool(2).run(rebalances, all_to_all)
     assert first == other
     before, after, num_rebalances, moves = first
     assert after > before + 0.05

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Final
 
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
+from fourfold.contracts.load_balancer import EngineState
+from fourfold.errors import FourfoldError
 from fourfold_server.errors import RETRY_AFTER_SECONDS
 from fourfold_server.state import ServerState
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_REPORT_SECONDS: Final = 2.0
+"""For an engine to say what its layers do, after the steps in the air."""
+
+logger = logging.getLogger(__name__)
 
 
 def operations_router(state: ServerState) -> APIRouter:
@@ -41,9 +49,9 @@ def operations_router(state: ServerState) -> APIRouter:
     async def show_version() -> Response:
         return JSONResponse({"version": version("fourfold-server")})
 
-    @router.get("/topology", summary="The processes of this deployment, and the stages of its pipelines")
+    @router.get("/topology", summary="The processes of this deployment, its stages and its experts")
     async def topology() -> Response:
-        return JSONResponse({**state.topology(), "stages": _stages(state)})
+        return JSONResponse({**state.topology(), "stages": _stages(state), "layers": await _layers(state)})
 
     return router
 
@@ -58,6 +66,28 @@ def _stages(state: ServerState) -> list[dict[str, Any]]:
             place = {"engine": link.rank, "stage": index, "ranks": stage.ranks}
             rows.append({**place, "layers": [stage.first_layer, stage.last_layer], "busy_share": busy})
     return rows
+
+
+async def _layers(state: ServerState) -> list[dict[str, Any]]:
+    """What the layers of engines show that keep figures, a row a stage; nothing of an engine that does not answer."""
+    ready = [link for link in state.client.links if link.state is EngineState.READY and link.stats.layer_counters]
+    reports = await asyncio.gather(*(_report(state, link.rank) for link in ready))
+    return [
+        {"engine": link.rank, "stage": stage, **shown}
+        for link, stages in zip(ready, reports)
+        for stage, shown in enumerate(stages)
+        if shown
+    ]
+
+
+async def _report(state: ServerState, engine: int) -> list[dict[str, Any]]:
+    try:
+        async with asyncio.timeout(_REPORT_SECONDS):
+            found: list[dict[str, Any]] = await state.client.call_utility(engine, "layer_report")
+    except (TimeoutError, FourfoldError) as error:
+        logger.warning("engine %d does not say what its layers do: %s", engine, error or "no answer in time")
+        return []
+    return found
 
 
 def _probe(reason: str | None, good: str, details: dict[str, Any]) -> Response:

@@ -42,5 +42,8 @@ class StepPart(Protocol):
     def counters(self) -> Mapping[str, float]:
         """Named figures for ``/metrics``, the same on every rank."""
 
+    def report(self) -> Mapping[str, Any]:
+        """What ``/topology`` shows of the layers, as plain values under names; empty: nothing."""
+
     def close(self) -> None:
         """Release everything; idempotent."""

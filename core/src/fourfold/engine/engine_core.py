@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from time import perf_counter, time
-from typing import Protocol
+from typing import Any
 
 import msgspec
 
@@ -15,47 +15,21 @@ from fourfold.contracts.kv_cache_spec import KVCacheConfig
 from fourfold.contracts.scheduling_policy import SchedulingPolicy
 from fourfold.contracts.step_part import StepVote
 from fourfold.coordinator.waves import PauseMode
-from fourfold.engine.adapters import AdapterClient, Adapters
+from fourfold.engine.adapters import Adapters
 from fourfold.engine.batch import Batch
 from fourfold.engine.core_events import CoreEvents
 from fourfold.engine.kv_cache_manager import KVCacheManager, request_capacity
 from fourfold.engine.operations import Call, check_mode
 from fourfold.engine.request import Request
 from fourfold.engine.scheduler import Scheduler, failure
-from fourfold.engine.sleep import MemoryClient, Sleep
+from fourfold.engine.sleep import Sleep
 from fourfold.engine.stage_watch import StageWatch
+from fourfold.engine.step_client import StepClient, StepReply
 from fourfold.errors import EngineError, RequestError, RpcTimeout
-from fourfold.messages import AddRequest, EngineStats, FinishReason, RequestOutput, StepMessage, StepOutput
+from fourfold.messages import AddRequest, EngineStats, FinishReason, RequestOutput, StepOutput
 
 _GRACE = 1.0
 """Seconds beyond the deadline of a step, so that the executor, which knows the missing ranks, is first to report."""
-
-
-class StepReply(Protocol):
-    """What one step will bring."""
-
-    def result(self, timeout: float | None = None) -> StepOutput:
-        """Wait for it; raises TimeoutError, and what ended the step."""
-
-
-class StepClient(MemoryClient, AdapterClient, Protocol):
-    """What the core needs of ``fourfold.engine.executor_client.ExecutorClient``."""
-
-    @property
-    def max_in_flight(self) -> int:
-        """Steps that may be started before the first one's result is taken."""
-
-    def execute_model(self, message: StepMessage) -> StepReply:
-        """Start a step; steps run in the order of calls."""
-
-    def stage_busy_seconds(self) -> Future[list[float]]:
-        """Seconds that each stage of a pipeline has computed."""
-
-    def on_failure(self, callback: Callable[[EngineError], None]) -> None:
-        """Call back once when the workers are lost for good; at once if they are."""
-
-    def shutdown(self) -> None:
-        """End all workers."""
 
 
 class EngineCore:
@@ -299,6 +273,10 @@ class EngineCore:
         that cannot be read: they are asleep then.
         """
         self._sleep.load_weights(model)
+
+    def layer_report(self) -> list[dict[str, Any]]:
+        """What the layers of each stage show, after the steps in the air; see ``StepPart.report``."""
+        return self._client.layer_report()
 
     def load_adapter(self, name: str, folder: str) -> None:
         """Load a LoRA adapter, for requests that name it. Raises RequestError and ConfigError; then nothing changes."""

@@ -92,6 +92,11 @@ class ExecutorClient:
         reply = self._executor.collective_rpc("busy_seconds", timeout=self._rpc_timeout, non_block=True)
         return _decoded(reply, lambda seconds: seconds[:: self._tensor_parallel_size])
 
+    def layer_report(self) -> list[dict[str, Any]]:
+        """What the layers of each stage show, by name; see ``StepPart.report``."""
+        replies = self._executor.collective_rpc("layer_report", timeout=self._rpc_timeout)
+        return [msgspec.msgpack.decode(reply) for reply in replies[:: self._tensor_parallel_size]]
+
     def check_health(self, timeout: float) -> None:
         """Return when every rank has answered within ``timeout`` seconds; raises as ``collective_rpc`` does."""
         self._executor.collective_rpc("check_health", timeout=timeout)

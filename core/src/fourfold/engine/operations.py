@@ -11,6 +11,7 @@ from fourfold.errors import RequestError
 OPERATIONS: Final[Mapping[str, bool]] = {
     "check_weights": False,
     "discard_weights": True,
+    "layer_report": False,
     "load_adapter": False,
     "load_weights": True,
     "pause": False,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import msgspec
 import zmq
@@ -83,6 +84,7 @@ class FakeEngine:
         self._last_words = ""
         self._encoder = msgspec.msgpack.Encoder()
         self._stats = EngineStats()
+        self._layers: list[dict[str, Any]] = []
         self._requests: dict[str, _Running] = {}
         self.added: list[AddRequest] = []
         """Every request that came."""
@@ -231,6 +233,10 @@ class FakeEngine:
             EngineOutputs(engine=self._engine, incarnation=self._incarnation, outputs=outputs, stats=self._stats),
         )
 
+    def show_layers(self, counters: dict[str, float], report: list[dict[str, Any]]) -> None:
+        """Let the layers count and report something, from the next step on."""
+        self._stats.layer_counters, self._layers = counters, report
+
     def _answer(self, call: CallUtility) -> UtilityReply:
         known = call.method == "echo" or call.method in OPERATIONS
         error = None if known else f"no method called {call.method!r}"
@@ -247,7 +253,7 @@ class FakeEngine:
             engine=self._engine,
             incarnation=self._incarnation,
             call_id=call.call_id,
-            result=call.arguments if call.method == "echo" else None,
+            result=self._layers if call.method == "layer_report" else call.arguments if call.method == "echo" else None,
             error=error,
             error_status=400 if call.method in self.refusals else 500,
         )

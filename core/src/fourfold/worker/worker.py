@@ -165,6 +165,11 @@ class Worker:
         """Seconds that this rank has spent in steps so far, without its waits for other stages; on the host's side."""
         return self._busy_seconds
 
+    def layer_report(self) -> bytes:
+        """What the layers of this rank show, as msgpack of a map; see ``StepPart.report``."""
+        parts = self._need_loaded("layer_report").decoder.step_parts
+        return self._encode({name: value for part in parts for name, value in part.report().items()})
+
     def check_health(self) -> None:
         """Return when everything that was started on the device is done."""
         if self._loaded is not None:

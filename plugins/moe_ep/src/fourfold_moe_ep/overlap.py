@@ -108,6 +108,10 @@ class Overlap:
         """See StepPart."""
         return {"overlapped_steps": float(self._num_cut)} if self._enabled else {}
 
+    def report(self) -> Mapping[str, Any]:
+        """See StepPart."""
+        return {}
+
     def close(self) -> None:
         """See StepPart."""
 

@@ -41,13 +41,21 @@ def balancedness(load: NDArray[np.float64], expert_map: ExpertMap, owners: Seque
 
     ``load`` [L, E] of logical experts, which their copies share evenly; ``owners`` is the rank of each physical expert.
     """
+    ranks = rank_loads(load, expert_map, owners, num_ranks)
+    largest = float(ranks.max(axis=1).sum())
+    return float(ranks.mean(axis=1).sum()) / largest if largest > 0 else 1.0
+
+
+def rank_loads(
+    load: NDArray[np.float64], expert_map: ExpertMap, owners: Sequence[int], num_ranks: int
+) -> NDArray[np.float64]:
+    """What ``load`` [L, E] makes of the ranks: [L, R]."""
     layers = np.arange(len(load))[:, None]
     logical = expert_map.physical_to_logical
     share = load[layers, logical] / expert_map.counts[layers, logical]
     ranks = np.zeros((num_ranks, len(load)))
     np.add.at(ranks, np.asarray(owners), share.T)
-    largest = float(ranks.max(axis=0).sum())
-    return float(ranks.mean(axis=0).sum()) / largest if largest > 0 else 1.0
+    return ranks.T
 
 
 def _copy_hottest(load: NDArray[np.float64], num_slots: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ import torch
 from fourfold.errors import FourfoldError
 from fourfold_moe_ep.expert_copies import map_of
 from fourfold_moe_ep.expert_moves import moves_of, settle, spread_places
-from fourfold_moe_ep.rebalancer import balancedness
+from fourfold_moe_ep.rebalancer import balancedness, rank_loads
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fourfold.contracts.communicator import Communicator
-    from fourfold.contracts.mixture import Rebalancer
+    from fourfold.contracts.mixture import ExpertMap, Rebalancer
     from fourfold_moe_ep.expert_moves import Move
     from fourfold_moe_ep.held_experts import HeldExperts
 
@@ -56,9 +56,10 @@ class Rebalancing:
         *,
         interval: int,
         least_gain: float,
+        repeats: int = 1,
     ) -> None:
         """``held`` is one a layer, and may grow until the first step; ``owners`` is the rank of each physical expert;
-        ``interval`` counts steps.
+        ``interval`` counts steps; ``repeats`` is how many ranks count the same token.
         """
         self._held = held
         self._rebalancer = rebalancer
@@ -68,8 +69,13 @@ class Rebalancing:
         self._rank = 0 if communicator is None else communicator.rank
         self._interval = interval
         self._least_gain = least_gain
+        self._repeats = repeats
         self._steps = 0
         self._window_started = time.perf_counter()
+        self._last_load: NDArray[np.float64] | None = None
+        """[L, E] tokens, in the last whole window."""
+        self._last_window = self._window_step = 0
+        """Its steps, and the step after which the present one began."""
         self._pending: list[tuple[int, NDArray[np.int32]]] = []
         """Layers that are to change, and their maps."""
         self.counters: dict[str, float] = {
@@ -79,6 +85,16 @@ class Rebalancing:
             "expert_move_failures": 0.0,
         }
 
+    @property
+    def num_layers(self) -> int:
+        """Whose experts may move."""
+        return len(self._held)
+
+    @property
+    def moving(self) -> bool:
+        """Whether some layer is still to change."""
+        return bool(self._pending)
+
     def end_step(self) -> None:
         """Count a step; move the experts of one layer, if any are to move."""
         self._steps += 1
@@ -87,6 +103,21 @@ class Rebalancing:
         elif self._steps % self._interval == 0:
             self._consider()
 
+    def report(self) -> Mapping[str, Any] | None:
+        """How often each expert was asked for in the last window, on all ranks together, and what that is for the ranks
+        as the experts lie now; None before the end of the first window.
+        """
+        load = self._last_load
+        if load is None:
+            return None
+        current = self._current_map(load.shape[1])
+        return {
+            "window_steps": self._last_window,
+            "load": load.astype(np.int64).tolist(),
+            "rank_load": rank_loads(load, current, self._owners, self._world_size).round(1).tolist(),
+            "balancedness": round(balancedness(load, current, self._owners, self._world_size), 4),
+        }
+
     def start(self, maps: NDArray[np.int32]) -> None:
         """Begin to change to ``maps`` [L, P], one layer after each step; the same on all ranks."""
         new = [settle(row, held.logical, self._owners) for row, held in zip(maps, self._held)]
@@ -94,7 +125,8 @@ class Rebalancing:
 
     def _consider(self) -> None:
         load, seconds = self._take_load()
-        current = map_of(np.stack([held.logical for held in self._held]), load.shape[1])
+        self._last_load = load
+        current = self._current_map(load.shape[1])
         now = balancedness(load, current, self._owners, self._world_size)
         self.counters["expert_balancedness"] = now
         if not load.any():
@@ -109,16 +141,20 @@ class Rebalancing:
             self.counters["expert_rebalances"] += 1
             self.start(settled)
 
+    def _current_map(self, num_experts: int) -> ExpertMap:
+        return map_of(np.stack([held.logical for held in self._held]), num_experts)
+
     def _take_load(self) -> tuple[NDArray[np.float64], float]:
         """[L, E] tokens of all ranks since the last time, and the seconds that the window took, the same on all."""
         now = time.perf_counter()
         window, self._window_started = now - self._window_started, now
+        self._last_window, self._window_step = self._steps - self._window_step, self._steps
         counts = torch.stack([held.take_load() for held in self._held]).double()
         both = torch.cat([counts.flatten(), counts.new_tensor([window])])
         if self._communicator is not None:
             both = self._communicator.all_reduce(both)
         numbers = both.cpu().numpy()
-        return numbers[:-1].reshape(counts.shape), float(numbers[-1]) / self._world_size
+        return numbers[:-1].reshape(counts.shape) / self._repeats, float(numbers[-1]) / self._world_size
 
     def _change(self, layer: int, new: NDArray[np.int32]) -> None:
         """One layer's transaction."""

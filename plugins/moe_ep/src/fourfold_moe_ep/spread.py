@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -78,6 +78,8 @@ class ExpertSpread:
         self._no_tokens = torch.empty(0, context.in_features, dtype=context.dtype, device=context.device)
         self._settings = settings_of(context.config)
         self._held: list[HeldExperts] = []
+        self._numbers: list[int] = []
+        """Of these layers, in the whole model."""
         self._rebalancing: Rebalancing | None = None
         if self._settings.rebalance_interval:
             chosen = select("rebalancer", registry.rebalancers(), backends.rebalancer, context.config)
@@ -88,6 +90,7 @@ class ExpertSpread:
                 self.owners,
                 interval=self._settings.rebalance_interval,
                 least_gain=self._settings.rebalance_gain,
+                repeats=self.world_size if self.wire is None else 1,
             )
 
     def hold(self, experts: Experts, mixture: MixtureDescription, context: ParallelLayerContext) -> HeldExperts:
@@ -102,6 +105,7 @@ class ExpertSpread:
             counts_load=self._rebalancing is not None,
         )
         self._held.append(held)
+        self._numbers.append(context.layer)
         return held
 
     def join(self, layer: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -131,6 +135,11 @@ class ExpertSpread:
     def counters(self) -> Mapping[str, float]:
         """See StepPart."""
         return {} if self._rebalancing is None else self._rebalancing.counters
+
+    def report(self) -> Mapping[str, Any]:
+        """See StepPart: how much each expert and rank was asked for, where that is counted."""
+        found = None if self._rebalancing is None else self._rebalancing.report()
+        return {} if found is None else {"experts": {"layers": self._numbers, **found}}
 
     def close(self) -> None:
         """See StepPart."""

@@ -1,4 +1,6 @@
-"""What this plugin offers: an executor and a communicator that fail as told, odd transports, a point in the engine."""
+"""What this plugin offers: an executor and a communicator that fail as told, odd transports, a point in the engine, and
+experts that never rest.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,15 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fourfold.entries import CommunicatorContext, CommunicatorEntry, ExecutorContext, ExecutorEntry, Suitability
+from fourfold.entries import (
+    CommunicatorContext,
+    CommunicatorEntry,
+    ExecutorContext,
+    ExecutorEntry,
+    ParallelLayerContext,
+    ParallelLayerEntry,
+    Suitability,
+)
 from fourfold.markers import hookimpl
 from fourfold_faults.points import Points, read_faults
 
@@ -53,6 +63,20 @@ def fourfold_communicators() -> list[CommunicatorEntry]:
 
 
 @hookimpl
+def fourfold_parallel_layers() -> list[ParallelLayerEntry]:
+    return [
+        ParallelLayerEntry(
+            name="restless",
+            kind="moe",
+            build=_build_restless,
+            summary="ep, whose experts move all the time",
+            capabilities=frozenset({"expert_parallel", "microbatches"}),
+            suits=lambda config: Suitability(score=1, reason="restless on purpose"),
+        )
+    ]
+
+
+@hookimpl
 def fourfold_step_finished(stats: EngineStats) -> None:
     _engine.reach("step")
 
@@ -74,6 +98,12 @@ def _build_transport(name: str, context: CommunicatorContext) -> Any:
     from fourfold_faults.transports import KINDS
 
     return KINDS[name](context)
+
+
+def _build_restless(context: ParallelLayerContext) -> Any:
+    from fourfold_faults.restless import RestlessLayer
+
+    return RestlessLayer(context)
 
 
 def _suits(config: EngineConfig) -> Suitability:
