@@ -28,12 +28,7 @@ if TYPE_CHECKING:
     from fourfold.distributed.group_coordinator import GroupCoordinator
     from fourfold.layers.weight_memory import WeightMemory
     from fourfold.layout import ParallelLayout
-    from fourfold.models.description import (
-        Activation,
-        LatentAttentionDescription,
-        MixtureDescription,
-        ModelDescription,
-    )
+    from fourfold.models.description import Activation, LatentAttentionDescription, MixtureDescription, ModelDescription
     from fourfold.plugins import PluginRegistry
 
 Product = TypeVar("Product", covariant=True)

@@ -46,7 +46,8 @@ class TestRayOverTwoNodes(TestRay):
     world_size = 4
 
     @pytest.fixture(scope="class")
-    def shared_cluster(self) -> Iterator[RayCluster]:
+    @classmethod
+    def shared_cluster(cls) -> Iterator[RayCluster]:
         """With room for two executors at a time."""
         with started_cluster(2, 2, 2, 2) as cluster:
             yield cluster
