@@ -151,6 +151,54 @@ def test_all_ranks_sleep_and_take_other_weights(
         assert generate(llm) == expected != before
 
 
+@pytest.mark.long
+def test_a_pause_keeps_waits_or_aborts(start: Start) -> None:
+    server = start(*TWO)
+    body = completion(300, **SEEDED)
+    reference = Stream(server, "/v1/completions", body)
+    reference.join()
+
+    def open_two() -> list[Stream]:
+        opened = [Stream(server, "/v1/completions", body) for _ in range(2)]
+        for stream in opened:
+            stream.wait_for_events(3)
+        return opened
+
+    kept = open_two()
+    assert post(server, "/admin/pause?mode=keep")["is_paused"]
+    kill(server, "DP1", "running")  # which is paused again when it is back
+    wait_until(lambda: [one["paused"] for one in paused_replicas(server)] == [True] * 2, 10, "both to be paused")
+    queued = Stream(server, "/v1/completions", body)
+    wait_until(lambda: server.metric("fourfold_num_requests_waiting") >= 1, 5, "the new request to wait")
+    assert not any(stream.done for stream in (*kept, queued))
+    assert not post(server, "/admin/resume")["is_paused"]
+    for stream in (*kept, queued):
+        stream.join()
+        assert (stream.error, stream.text) == (None, reference.text)
+
+    awaited = open_two()
+    assert post(server, "/admin/pause?mode=wait")["is_paused"]
+    for stream in awaited:
+        stream.join()
+        assert (stream.error, stream.text) == (None, reference.text)
+    post(server, "/admin/resume")
+
+    aborted = open_two()
+    assert post(server, "/admin/pause?mode=abort")["is_paused"]
+    for stream in aborted:
+        stream.join()
+        assert "the engine was paused" in str(stream.error)
+    post(server, "/admin/resume")
+    assert text_of(server, 0) == text_of(server, 1)
+    wait_until(lambda: server.metric("fourfold_kv_cache_usage") == 0, 5, "all blocks free")
+
+
+def paused_replicas(server: Server) -> list[dict[str, Any]]:
+    with server.client() as client:
+        replicas: list[dict[str, Any]] = client.get("/admin/is_paused").json()["replicas"]
+    return replicas
+
+
 def test_a_sleeping_server_lets_go_of_clients_and_ends(start: Start) -> None:
     server = start(*TWO, "--drain-timeout", "300")
     streams = [Stream(server, "/v1/completions", completion(2000, **SEEDED)) for _ in range(4)]
