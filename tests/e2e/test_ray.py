@@ -32,6 +32,11 @@ class Cluster:
         self._process = process
         self.address = self._line()
 
+    @property
+    def session(self) -> int:
+        """Of all its processes."""
+        return self._process.pid
+
     def order(self, text: str) -> None:
         """``kill N`` ends a node, ``add CPUS`` brings another one."""
         assert self._process.stdin is not None

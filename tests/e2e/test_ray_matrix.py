@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 from fourfold import LLM
 from fourfold.errors import ConfigError
 from fourfold.testing.processes import still_runs
-from fourfold_executor_ray.session import kill_session
+from fourfold_executor_ray.session import kill_session, members
 
 from .conftest import ONE_THREAD, Start
 from .running_server import Server, wait_until
@@ -81,7 +82,6 @@ def test_whoever_ends_a_server_leaves_nothing(
 ) -> None:
     """No process, actors in a cluster that goes on among them, no shared memory, socket or folder, and not the port."""
     before = traces()
-    there = workers()
     server = start(
         *("--executor", "ray", "--tensor-parallel-size", "2", "--drain-timeout", "1"),
         ready=False,
@@ -97,7 +97,7 @@ def test_whoever_ends_a_server_leaves_nothing(
     server.signal(end)
     server.wait(20)
     wait_until_gone(processes, 5)
-    wait_until(lambda: not workers() - there, 5, "the end of the ranks")
+    wait_until(lambda: not workers(wide), 5, "the end of the ranks")
     assert_port_is_free(port)
     if opened is not None:
         opened.join(10)
@@ -110,12 +110,13 @@ def traces() -> set[str]:
     return memory | {f"/tmp/{name}" for name in os.listdir("/tmp") if name.startswith("fourfold-")}
 
 
-def workers() -> set[int]:
-    """Ranks in actors of any cluster."""
+def workers(cluster: Cluster) -> set[int]:
+    """Ranks in actors of a cluster."""
     found = set()
-    for process in psutil.process_iter(["cmdline"]):
-        if (process.info["cmdline"] or [""])[0].startswith("fourfold worker") and still_runs(process):
-            found.add(process.pid)
+    for pid in members(cluster.session):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if " ".join(psutil.Process(pid).cmdline()).startswith("fourfold worker") and still_runs(pid):
+                found.add(pid)
     return found
 
 

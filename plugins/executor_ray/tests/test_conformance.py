@@ -10,10 +10,10 @@ from fourfold.entries import ExecutorEntry
 from fourfold.errors import EngineError
 from fourfold.testing.executor import ExecutorConformance
 
-from .conftest import RayCluster
+from .conftest import RayCluster, started_cluster
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def kept() -> Iterator[list[Executor]]:
     """The executor that tests share, if there is one."""
     executors: list[Executor] = []
@@ -44,3 +44,10 @@ class TestRayOverTwoNodes(TestRay):
     """More ranks than a node has room for."""
 
     world_size = 4
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def shared_cluster(cls) -> Iterator[RayCluster]:
+        """With room for two executors at a time."""
+        with started_cluster(2, 2, 2, 2) as cluster:
+            yield cluster

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-NAMES: Final = ("fourfold-a", "fourfold-b")
+_NAME: Final = re.compile(r"fourfold-(\d+)-[ab]")
+"""Of a namespace, with the process that made it: several may have hosts at a time."""
 ADDRESSES: Final = ("10.77.0.1", "10.77.0.2")
 INTERFACE: Final = "cable"
 _MTU: Final = 9000
@@ -50,18 +52,31 @@ class Hosts:
         """``delay``: seconds that a frame takes, each way; ``loss``: share of frames that get lost; ``rate``: bits a
         second as ``tc`` takes them, such as ``1gbit``. Raises NoHosts with the reason.
         """
-        remove()
+        sweep()
+        self._names = tuple(f"fourfold-{os.getpid()}-{letter}" for letter in "ab")
         self._relay: subprocess.Popen[str] | None = None
         self._processes: list[subprocess.Popen[str]] = []
         try:
-            for name in NAMES:
+            for name in self._names:
                 _ip("netns", "add", name)
                 _ip("-n", name, "link", "set", "lo", "up")
             if delay or loss:
                 self._join_slowly(delay, loss)
             else:
-                _ip("-n", NAMES[0], "link", "add", INTERFACE, "type", "veth", "peer", INTERFACE, "netns", NAMES[1])
-            for name, address in zip(NAMES, ADDRESSES):
+                _ip(
+                    "-n",
+                    self._names[0],
+                    "link",
+                    "add",
+                    INTERFACE,
+                    "type",
+                    "veth",
+                    "peer",
+                    INTERFACE,
+                    "netns",
+                    self._names[1],
+                )
+            for name, address in zip(self._names, ADDRESSES):
                 _ip("-n", name, "address", "add", f"{address}/24", "dev", INTERFACE)
                 _ip("-n", name, "link", "set", INTERFACE, "up")
                 if rate:
@@ -87,7 +102,7 @@ class Hosts:
         with contextlib.ExitStack() as files:
             errors = None if log is None else files.enter_context(log.open("w"))
             process = subprocess.Popen(
-                ["ip", "netns", "exec", NAMES[host], *map(str, command)],
+                ["ip", "netns", "exec", self._names[host], *map(str, command)],
                 env={**_without_proxies(os.environ), **(environment or {})},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -108,23 +123,23 @@ class Hosts:
 
     def cut(self) -> None:
         """Pull the cable."""
-        _ip("-n", NAMES[1], "link", "set", INTERFACE, "down")
+        _ip("-n", self._names[1], "link", "set", INTERFACE, "down")
 
     def mend(self) -> None:
         """Plug it in again."""
-        _ip("-n", NAMES[1], "link", "set", INTERFACE, "up")
+        _ip("-n", self._names[1], "link", "set", INTERFACE, "up")
 
     def kill(self, host: int) -> None:
         """End all that runs on a host at once, as the loss of its power does."""
-        _end_all(NAMES[host])
+        _end_all(self._names[host])
 
     def processes(self, host: int) -> list[int]:
         """What runs on a host."""
-        return _pids(NAMES[host])
+        return _pids(self._names[host])
 
     def close(self) -> None:
         """Idempotent."""
-        remove()
+        _remove(self._names)
         for process in self._processes:
             process.communicate()
         self._processes.clear()
@@ -134,7 +149,7 @@ class Hosts:
 
     def _join_slowly(self, delay: float, loss: float) -> None:
         """The interfaces are made here and moved: their other ends stay with the program that carries frames."""
-        ends = ("fourfold-0", "fourfold-1")
+        ends = [f"ff{os.getpid()}-{number}" for number in (0, 1)]
         self._relay = subprocess.Popen(
             [sys.executable, "-P", "-m", "fourfold.testing.cable", *ends, f"--delay={delay}", f"--loss={loss}"],
             stdin=subprocess.PIPE,
@@ -144,31 +159,33 @@ class Hosts:
         )
         if self._relay.stdout is None or self._relay.stdout.readline() != "ready\n":
             raise NoHosts(f"no TAP interfaces can be made: {self._relay.communicate()[1].strip().splitlines()[-1:]}")
-        for end, name in zip(ends, NAMES):
+        for end, name in zip(ends, self._names):
             _ip("link", "set", end, "netns", name)
             _ip("-n", name, "link", "set", end, "name", INTERFACE)
             _ip("-n", name, "link", "set", INTERFACE, "mtu", _MTU)
 
 
-def remove() -> None:
-    """Whatever is there of the two hosts, also of a run that was killed."""
-    for name in NAMES:
+def sweep() -> None:
+    """Remove the hosts of processes that have gone."""
+    listed = subprocess.run(["ip", "netns", "list"], check=False, capture_output=True, text=True).stdout
+    found = [match for match in map(_NAME.match, listed.splitlines()) if match is not None]
+    _remove([match[0] for match in found if not Path(f"/proc/{match[1]}").exists() or int(match[1]) == os.getpid()])
+
+
+def _remove(names: Iterable[str]) -> None:
+    for name in names:
         _end_all(name)
         subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 
 def _end_all(name: str) -> None:
     """Kill until nothing is left: a process may be starting another one."""
-    deadline = time.monotonic() + _END_SECONDS
+    pause, deadline = threading.Event(), time.monotonic() + _END_SECONDS
     while (pids := _pids(name)) and time.monotonic() < deadline:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
-                descriptor = os.pidfd_open(pid)
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                    select.select([descriptor], [], [], 1.0)
-                finally:
-                    os.close(descriptor)
+                os.kill(pid, signal.SIGKILL)
+        pause.wait(0.01)
 
 
 def _pids(name: str) -> list[int]:
