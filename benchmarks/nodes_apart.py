@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -44,9 +43,9 @@ def measure(layout: str, options: argparse.Namespace) -> tuple[float, list[float
             runs = Path(folder) / str(host)
             runs.mkdir()
             command = [Path(sys.executable).parent / "fourfold", *shared, *own]
-            hosts.start(host, *command, log=runs / "log", XDG_RUNTIME_DIR=str(runs), **common)
+            hosts.start(host, *command, log=runs / "log", environment={**common, "XDG_RUNTIME_DIR": str(runs)})
         client = [sys.executable, __file__, "--load", str(options.concurrency), str(options.repetitions)]
-        process = hosts.start(0, *client, PYTHONPATH=os.environ.get("PYTHONPATH", ""))
+        process = hosts.start(0, *client)
         out = process.communicate(timeout=READY_SECONDS + 120 * options.repetitions)[0]
         if process.returncode:
             logs = "".join((Path(folder) / str(host) / "log").read_text()[-2000:] for host in (0, 1))

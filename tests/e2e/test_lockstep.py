@@ -7,12 +7,17 @@ import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from .conftest import Start
+from fourfold import LLM, SamplingParams
+from fourfold.errors import EngineError
+
+from .conftest import ONE_THREAD, Start
 from .running_server import Server, Stream, wait_until
 from .test_lifecycle import completion
+from .test_offline_replicas import children
 from .test_operations import post, save_other_weights, text_of
 from .test_replicas import SEEDED, processes, replicas
 
@@ -184,3 +189,33 @@ def test_every_layout_answers_alike(start: Start, tiny_mixture: Path, layout: st
         assert [(row["engine"], row["stage"]) for row in rows] == [(0, 0), (1, 0)], server.log
         assert all(row["experts"]["layers"] == [0, 1] for row in rows)
         assert all(sum(map(sum, row["experts"]["load"])) > 0 for row in rows)
+
+
+@pytest.mark.long
+def test_offline_replicas_share_experts_too(
+    tiny_mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in ONE_THREAD.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    others = children()
+    options: dict[str, Any] = {"load_format": "dummy", "dtype": "float32", "num_blocks": 600}
+    params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.8, seed=5)
+    prompts = ["Once upon a time", "The capital of France is", "a b c"] * 2
+
+    def ids(llm: LLM) -> list[list[int]]:
+        return [result.outputs[0].token_ids for result in llm.generate(prompts, params)]
+
+    with LLM(str(tiny_mixture), **options) as llm:
+        expected = ids(llm)
+    with LLM(str(tiny_mixture), **options, data_parallel_size=2, enable_expert_parallel=True) as llm:
+        assert ids(llm) == expected
+        llm.sleep(level=2)
+        llm.wake_up()
+        assert ids(llm) == expected
+        engines = [child for child in children() - others if "engine_core" in " ".join(child.cmdline())]
+        assert len(engines) == 2
+        engines[0].kill()
+        with pytest.raises(EngineError, match=r"DP0.* was killed by signal 9|no engine is ready"):
+            ids(llm)
+    assert children() == others

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import Popen
@@ -59,8 +60,8 @@ def serve(hosts: Hosts, host: int, folder: Path, *arguments: object, **environme
     """``fourfold serve`` on a host; what it says is in ``folder / "log"``."""
     folder.mkdir()
     command = (sys.executable, "-m", "fourfold_server.cli", "serve", *arguments)
-    environment = {"OMP_NUM_THREADS": "1", **SECRET, **environment}
-    return hosts.start(host, *command, log=folder / "log", XDG_RUNTIME_DIR=str(folder), **environment)
+    variables = {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(folder), **SECRET, **environment}
+    return hosts.start(host, *command, log=folder / "log", environment=variables)
 
 
 def ask(hosts: Hosts, *bodies: dict[str, Any]) -> Popen[str]:
@@ -90,3 +91,11 @@ def wait_for_port(hosts: Hosts, host: int, address: str, port: int) -> None:
         "print('open', flush=True)\n"
     )
     assert line(hosts.start(host, sys.executable, "-c", code).stdout) == "open"
+
+
+def wait_for(condition: Callable[[], bool], process: Popen[str]) -> None:
+    """Until it holds; ``process`` must not end before."""
+    pause = threading.Event()
+    while not condition():
+        pause.wait(0.05)
+        assert process.poll() is None

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen
@@ -14,15 +12,18 @@ import pytest
 
 from fourfold.testing.hosts import ADDRESSES, INTERFACE, Hosts
 
-from .conftest import line, serve
+from .conftest import line, serve, wait_for
 
 pytestmark = pytest.mark.multihost
 
-TIMEOUT = 15
+IN_VAIN = 20
+"""Seconds that a node waits for another one."""
+IN_PEACE = 120
+"""The same where it comes."""
 NAME = os.uname().nodename
 HOLDER = f"""
 import socket, sys
-socket.create_server(({ADDRESSES[0]!r}, int(sys.argv[1])))
+held = socket.create_server(({ADDRESSES[0]!r}, int(sys.argv[1])))
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -47,7 +48,7 @@ RANKS = Layout(
     first=(),
     second=("--headless", "--node-rank", 1),
     port=29501,
-    absent=f"no node has joined tcp://{ADDRESSES[0]}:29501 as number 1 within {TIMEOUT} s",
+    absent=f"no node has joined tcp://{ADDRESSES[0]}:29501 as number 1 within {IN_VAIN} s",
     taken="--master-address and --master-port",
 )
 REPLICAS = Layout(
@@ -55,7 +56,7 @@ REPLICAS = Layout(
     first=("--data-parallel-size-local", 1, "--api-server-count", 1),
     second=("--headless", "--data-parallel-start-rank", 1),
     port=29550,
-    absent=f"no node has joined with replicas 1 within {TIMEOUT} s (--startup-timeout)",
+    absent=f"no node has joined with replicas 1 within {IN_VAIN} s (--startup-timeout)",
     taken="--data-parallel-address and --data-parallel-rpc-port",
 )
 
@@ -65,8 +66,8 @@ class Pair:
 
     def __init__(self, hosts: Hosts, folder: Path, layout: Layout) -> None:
         self.hosts, self.layout = hosts, layout
+        self.patience = IN_VAIN
         self._folder = folder
-        self._shared = ("--dtype", "float32", "--startup-timeout", TIMEOUT, *layout.shared)
 
     def first(self, *arguments: object, **environment: str) -> Popen[str]:
         return self._start(0, *self.layout.first, *arguments, **environment)
@@ -75,11 +76,12 @@ class Pair:
         return self._start(1, *self.layout.second, *arguments, **environment)
 
     def _start(self, host: int, *arguments: object, **environment: str) -> Popen[str]:
-        return serve(self.hosts, host, self._folder / str(host), *self._shared, *arguments, **environment)
+        shared = ("--dtype", "float32", "--startup-timeout", self.patience, *self.layout.shared)
+        return serve(self.hosts, host, self._folder / str(host), *shared, *arguments, **environment)
 
     def ends(self, host: int, process: Popen[str], status: int) -> str:
         """How a node says that it has failed, once it has; nothing of it is left."""
-        assert process.wait(TIMEOUT + 45) == status, self.log(host)
+        assert process.wait(IN_PEACE + 30) == status, self.log(host)
         assert self.hosts.processes(host) == []
         errors = [one for one in self.log(host).splitlines() if one.startswith("Error: ")]
         assert len(errors) == 1, self.log(host)
@@ -107,7 +109,10 @@ def stray(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize(
     ("secret", "says"),
-    [("", "several nodes need a secret"), ("another one altogether", "has another --cluster-secret than this one")],
+    [
+        ("", "--cluster-secret has 0 characters; give 16 or more, the same on every node"),
+        ("another one altogether", "has another --cluster-secret than this one"),
+    ],
 )
 def test_a_node_without_the_secret_is_told_and_the_first_one_waits_in_vain(pair: Pair, secret: str, says: str) -> None:
     first, second = pair.first(), pair.second(FOURFOLD_CLUSTER_SECRET=secret)
@@ -116,6 +121,7 @@ def test_a_node_without_the_secret_is_told_and_the_first_one_waits_in_vain(pair:
 
 
 def test_a_node_with_one_plugin_more_ends_both_by_name(pair: Pair, stray: str) -> None:
+    pair.patience = IN_PEACE
     first, second = pair.first(), pair.second(PYTHONPATH=stray)
     says = f"{NAME} ({ADDRESSES[1]}) has stray-plugin 7.1 as plugin 'stray'"
     assert says in pair.ends(1, second, 2)
@@ -126,7 +132,7 @@ def test_a_port_that_another_process_has_is_named(pair: Pair) -> None:
     holder = pair.hosts.start(0, sys.executable, "-c", HOLDER, pair.layout.port)
     assert line(holder.stdout) == "held"
     first = pair.first()
-    first.wait(TIMEOUT + 45)
+    first.wait(IN_PEACE)
     holder.communicate()
     says = f"{pair.layout.taken}: cannot listen on tcp://{ADDRESSES[0]}:{pair.layout.port}: Address already in use"
     assert says in pair.ends(0, first, 2)
@@ -135,7 +141,7 @@ def test_a_port_that_another_process_has_is_named(pair: Pair) -> None:
 def test_a_port_that_cannot_be_reached_is_named_by_both(pair: Pair) -> None:
     pair.hosts.cut()
     first, second = pair.first(), pair.second("--node-interface", ADDRESSES[1])
-    says = f"no node answers at tcp://{ADDRESSES[0]}:{pair.layout.port} within {TIMEOUT} s"
+    says = f"no node answers at tcp://{ADDRESSES[0]}:{pair.layout.port} within {IN_VAIN} s"
     assert says in pair.ends(1, second, 1)
     assert pair.layout.absent in pair.ends(0, first, 1)
 
@@ -153,16 +159,8 @@ def test_a_node_that_comes_too_late_finds_nobody(pair: Pair) -> None:
 
 
 def test_a_host_that_dies_while_it_loads_ends_the_start(pair: Pair) -> None:
+    pair.patience = IN_PEACE
     first, second = pair.first(), pair.second()
-    wait_for(lambda: "has joined" in pair.log(0) or "process" in pair.log(1), second)
+    wait_for(lambda: "local rank" in pair.log(1), second)
     pair.hosts.kill(1)
-    says = pair.ends(0, first, 1)
-    assert f"{NAME} ({ADDRESSES[1]})" in says
-
-
-def wait_for(condition: Callable[[], bool], process: Popen[str]) -> None:
-    """Until it holds; ``process`` must not end before."""
-    while not condition():
-        with socket.socket() as pause:
-            pause.settimeout(0.05)
-        assert process.poll() is None
+    assert f"{NAME} ({ADDRESSES[1]})" in pair.ends(0, first, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -80,6 +81,8 @@ class ExecutorContext:
     """The engine's first rank, counted among all ranks on this node; None: all replicas are on it."""
     local_workers: int = 0
     """Ranks on this node; 0: all ranks of all replicas."""
+    started: float = field(default_factory=time.monotonic)
+    """The ``time.monotonic`` from which --startup-timeout counts."""
 
     @property
     def local_start(self) -> int:

@@ -23,14 +23,16 @@ def attention(**settings: Any) -> TorchAttention:
 
 
 def one_sequence(length: int, slots: list[int]) -> AttentionMetadata:
+    """``slots`` of the last tokens."""
+    count = len(slots)
     return AttentionMetadata(
-        query_start=torch.tensor([0, length], dtype=torch.int32),
+        query_start=torch.tensor([0, count], dtype=torch.int32),
         sequence_lengths=torch.tensor([length], dtype=torch.int32),
         block_table=torch.tensor([[3, 1, 5, 2]], dtype=torch.int32),
         slot_mapping=torch.tensor(slots),
-        max_query_length=length,
+        max_query_length=count,
         max_sequence_length=length,
-        query_start_list=[0, length],
+        query_start_list=[0, count],
         sequence_lengths_list=[length],
     )
 
@@ -83,3 +85,18 @@ def test_partial_rotation_leaves_the_rest() -> None:
     key = cache[0, 3, 0, 0].tolist()
     first = 4 * 8
     assert key == [-(first + 2), -(first + 3), first, first + 1, first + 4, first + 5, first + 6, first + 7]
+
+
+@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (5, 0.0), (0, 1.5)])
+def test_keys_that_are_values_are_attended_as_if_they_were_there_twice(window: int, cap: float) -> None:
+    rows = torch.randn(14, 5, 8, generator=torch.Generator().manual_seed(0))
+    found = []
+    for shared in (False, True):
+        backend = attention(num_kv_heads=1, sliding_window=window, soft_cap=cap, shared_values=shared)
+        cache = torch.full(backend.kv_cache_shape(8, BLOCK), torch.nan)
+        qkv = rows if shared else torch.cat((rows, rows[:, 4:]), dim=1)
+        for first, last in ((0, 12), (12, 13), (13, 14)):
+            steps = one_sequence(last, slots_of(last)[first:])
+            tokens = qkv[first:last].flatten(1).clone()
+            found.append(backend.rotate_and_attend(tokens, torch.arange(first, last), None, cache, steps))
+    torch.testing.assert_close(torch.cat(found[3:]), torch.cat(found[:3]))

@@ -37,3 +37,10 @@ class TestRay(ExecutorConformance):
             executor.shutdown()
         kept[:] = [entry.build(self.context())]
         return kept[0]
+
+
+@pytest.mark.long
+class TestRayOverTwoNodes(TestRay):
+    """More ranks than a node has room for."""
+
+    world_size = 4

@@ -8,6 +8,7 @@ import pytest
 
 from fourfold.config.backend_config import BackendConfig
 from fourfold.config.engine_config import EngineConfig
+from fourfold.config.node_config import NodeConfig
 from fourfold.config.options import build_engine_config
 from fourfold.config.parallel_config import ParallelConfig
 from fourfold.errors import ConfigError
@@ -71,3 +72,15 @@ def test_settings_of_another_executor_are_refused(setting: dict[str, str]) -> No
     with pytest.raises(ConfigError, match=f"{option} is '{value}', and the executor is 'mp'; use --executor ray"):
         load_plugins().check_config(EngineConfig(backends=BackendConfig(executor="mp"), plugins=settings))
     load_plugins().check_config(EngineConfig(backends=BackendConfig(executor="ray"), plugins=settings))
+
+
+def test_options_of_other_nodes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    several = dataclasses.replace(TWO, nodes=NodeConfig(nnodes=2))
+    entries = load_plugins().executors()
+    assert select("executor", entries, "auto", several).entry.name == "mp"
+    with pytest.raises(ConfigError, match="--nnodes is 2, and Ray finds its nodes by itself"):
+        select("executor", entries, "ray", several)
+    chosen = dataclasses.replace(TWO, nodes=NodeConfig(node_interface="eth1"), backends=BackendConfig(executor="ray"))
+    with pytest.raises(ConfigError, match="--node-interface is 'eth1', and ranks reach each other as the nodes"):
+        load_plugins().check_config(chosen)

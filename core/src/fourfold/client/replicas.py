@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 from typing import TypeVar
 
@@ -58,8 +58,10 @@ class Replicas:
         Raises ConfigError for what an engine refuses, ExecutorFailed for one that ends before it is ready, and
         RpcTimeout past --startup-timeout; no process is left then.
         """
-        if config.parallel.lockstep:
-            raise ConfigError("replicas of an LLM cannot share experts; use fourfold serve, or one replica")
+        self._lockstep = config.parallel.lockstep
+        self._bound: list[ChildProcess] = []
+        """Processes of which none can go on without the others."""
+        self._closing = False
         self._num_engines = config.parallel.data_parallel_size
         self._timeout = config.timeouts.rpc_timeout
         self._words: dict[int, EngineFailed] = {}
@@ -121,6 +123,7 @@ class Replicas:
 
     def shutdown(self) -> None:
         """End all engines; idempotent, from any half-built state."""
+        self._closing = True
         self._children.close(grace=_GRACE, terminate=0)
         if self._thread.is_alive():
             if hasattr(self, "_client"):
@@ -144,12 +147,18 @@ class Replicas:
     def _start(self, timeout: float) -> EngineReady:
         """Start every engine; returns what the one with the shortest context says of itself."""
         level = logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower()
+        common = ["--num-api-servers", "1", "--log-level", level]
+        together: list[str] = []
+        if self._lockstep:
+            together = ["--coordinated", "--meeting", f"file://{self._run_directory.path}/meeting"]
+            arguments = [str(self._run_directory.path), "--num-engines", str(self._num_engines), *common]
+            command = ChildCommand(module="fourfold.coordinator.process", label="coordinator", arguments=arguments)
+            self._bound.append(self._children.start(command, on_exit=self._end_bound))
         for engine in range(self._num_engines):
             self._call(partial(self._client.hear, EngineStarting(engine=engine, incarnation=_INCARNATION)))
             arguments = [str(self._run_directory.path), "--engine", str(engine), "--dp-rank", str(engine)]
-            arguments += ["--incarnation", str(_INCARNATION)]
-            arguments += ["--num-api-servers", "1", "--log-level", level]
-            self._children.start(
+            arguments += ["--incarnation", str(_INCARNATION), *common, *together]
+            child = self._children.start(
                 ChildCommand(
                     module="fourfold.engine.process",
                     label=f"engine_core DP{engine}",
@@ -159,13 +168,15 @@ class Replicas:
                 on_report=partial(self._hear, engine),
                 on_exit=partial(self._mourn, engine),
             )
-        found = []
-        for engine, future in self._ready.items():
-            try:
-                found.append(future.result(timeout))
-            except TimeoutError as error:
-                raise RpcTimeout("start", timeout, [engine]) from error
-        return min(found, key=lambda ready: ready.max_model_len)
+            if self._lockstep:
+                self._bound.append(child)
+        done, waited_for = wait(self._ready.values(), timeout, return_when=FIRST_EXCEPTION)
+        for future in sorted(done, key=lambda one: not isinstance(one.exception(), ConfigError)):
+            future.result()  # raises what failed, and best what the user can change
+        if waited_for:
+            missing = [engine for engine, future in self._ready.items() if future in waited_for]
+            raise RpcTimeout("start", timeout, missing)
+        return min((future.result() for future in done), key=lambda ready: ready.max_model_len)
 
     # --- on the thread of the child supervisor -----------------------------------------------------------------------
 
@@ -179,6 +190,14 @@ class Replicas:
 
     def _mourn(self, engine: int, child: ChildProcess, how: ChildExit) -> None:
         self._loop.call_soon_threadsafe(self._note_dead, engine, f"{child.label} {how}")
+        self._end_bound(child, how)
+
+    def _end_bound(self, child: ChildProcess, how: ChildExit) -> None:
+        """What shares experts with an engine that is no more would wait for it."""
+        others, self._bound = self._bound, []
+        for other in others:
+            if other.exit is None and not self._closing:
+                other.kill(f"cannot go on without {child.label}, which {how}")
 
     # --- on the event loop --------------------------------------------------------------------------------------------
 

@@ -36,13 +36,15 @@ class BuiltEngine:
     ready: EngineReady
 
 
-def build_engine(config: EngineConfig, registry: PluginRegistry, *, dp_rank: int = 0) -> BuiltEngine:
-    """Start the ranks, load the model, size the cache, warm up.
+def build_engine(
+    config: EngineConfig, registry: PluginRegistry, *, dp_rank: int = 0, started: float | None = None
+) -> BuiltEngine:
+    """Start the ranks, load the model, size the cache, warm up; ``started`` is as in ExecutorContext, by default now.
 
     Raises what went wrong, after ending the ranks: ConfigError and PluginError for what the user can change,
     EngineError for a rank that failed.
     """
-    started = time.monotonic()
+    started = time.monotonic() if started is None else started
     description = describe_checkpoint(config.model, registry, NoProgress())
     check_cut(description, config.parallel)
     scheduler = select("scheduler", registry.schedulers(), config.backends.scheduler, config)
@@ -55,6 +57,7 @@ def build_engine(config: EngineConfig, registry: PluginRegistry, *, dp_rank: int
         dp_rank=dp_rank,
         first_local_rank=nodes.first_local_rank(dp_rank),
         local_workers=nodes.local_workers,
+        started=started,
     )
     client = ExecutorClient(executor.entry.build(context), config, started=started)
     try:

@@ -9,6 +9,7 @@ import argparse
 import gc
 import logging
 import os
+import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -27,12 +28,13 @@ logger = logging.getLogger(__name__)
 
 def main() -> None:
     """Run one engine core until the parent asks it to stop; exits with status 1 on failure, which the parent hears."""
+    started = time.monotonic()
     link = connect_to_parent()
     arguments = _parse_arguments()
     name_process("engine_core", f"DP{arguments.dp_rank}", log_level=arguments.log_level)
     status = 0
     try:
-        _serve(link, arguments)
+        _serve(link, arguments, started)
     except Exception as error:
         link.report(_describe_failure(error, arguments))
         status = 1
@@ -54,7 +56,7 @@ def _parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _serve(link: ParentLink, arguments: argparse.Namespace) -> None:
+def _serve(link: ParentLink, arguments: argparse.Namespace, started: float) -> None:
     # Here, so that the parent is watched before anything heavy is imported.
     from fourfold.checkpoints.resolve import AUTO
     from fourfold.config.transport import decode_config
@@ -70,7 +72,7 @@ def _serve(link: ParentLink, arguments: argparse.Namespace) -> None:
     if wished.weights:
         model = replace(config.model, model=wished.weights, revision=None, load_format=AUTO)
         config = replace(config, model=model)
-    built = build_engine(config, registry, dp_rank=arguments.dp_rank)
+    built = build_engine(config, registry, dp_rank=arguments.dp_rank, started=started)
     for adapter in wished.adapters:
         try:
             built.core.load_adapter(adapter.unique, adapter.folder)

@@ -106,6 +106,8 @@ class TorchAttention:
     ) -> torch.Tensor:
         """One query each for neighbouring sequences: [S, heads, D] -> the same."""
         spec, block_size = self._spec, kv_cache.shape[2]
+        if spec.shared_values and spec.num_kv_heads == 1:
+            return self._attend_latents(queries, kv_cache, metadata, sequences)
         lengths = metadata.sequence_lengths[sequences].to(torch.int64).unsqueeze(1)
         longest = max(metadata.sequence_lengths_list[sequences])
         num_blocks = -(-longest // block_size)
@@ -125,6 +127,25 @@ class TorchAttention:
         weights = self._softmax(scores, visible[:, None, None, :])
         out = torch.matmul(weights, values.transpose(1, 2))
         return self._ungrouped(out).to(queries.dtype)
+
+    def _attend_latents(
+        self, queries: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata, sequences: slice
+    ) -> torch.Tensor:
+        """The same where all heads share one key that is its own value: what one sequence reads stays in a core's cache
+        between the two products, which is faster than all sequences at once.
+        """
+        block_size, window = kv_cache.shape[2], self._spec.sliding_window
+        out = torch.empty_like(queries)
+        for row, query, length, table in zip(
+            out, queries, metadata.sequence_lengths_list[sequences], metadata.block_table[sequences]
+        ):
+            first = max(0, length - window) if window else 0
+            blocks = table[first // block_size : -(-length // block_size)].to(torch.int64)
+            start = first // block_size * block_size
+            keys = self._read(kv_cache[0, blocks].flatten(0, 1)[first - start : length - start, 0])
+            scores = query.float() @ keys.t()
+            row.copy_(self._softmax(scores, torch.ones_like(scores, dtype=torch.bool)) @ keys)
+        return out
 
     def _attend_sequence(
         self, queries: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata, sequence: int

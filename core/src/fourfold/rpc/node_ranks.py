@@ -65,9 +65,12 @@ class NodeRanks:
         )
         self.url = self._listener.url
 
-    def wait(self, timeout: float) -> None:
-        """Wait until every place has its node. Raises ConfigError for one that does not fit, EngineError past it."""
-        deadline = time.monotonic() + timeout
+    def wait(self, timeout: float, *, started: float | None = None) -> None:
+        """Wait until every place has its node, ``timeout`` seconds from ``started``, a ``time.monotonic``, or from now.
+
+        Raises ConfigError for one that does not fit, EngineError past the deadline.
+        """
+        deadline = (time.monotonic() if started is None else started) + timeout
         with self._changed:
             while missing := [place for place in self._places if place not in self._nodes]:
                 if self._refusals:

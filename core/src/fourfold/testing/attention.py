@@ -70,6 +70,7 @@ class AttentionConformance(Conformance):
         for dtype in self.dtypes:
             for batch in BATCHES:
                 self.check(entry, dtype, LATENTS, batch)
+                self.check(entry, dtype, replace(LATENTS, sliding_window=20, soft_cap=9.0), batch)
             shapes = [
                 entry.build(self.context(dtype, spec)).kv_cache_shape(3, BLOCK_SIZE)
                 for spec in (LATENTS, replace(LATENTS, shared_values=False))

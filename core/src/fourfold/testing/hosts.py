@@ -80,13 +80,15 @@ class Hosts:
     ) -> None:
         self.close()
 
-    def start(self, host: int, *command: object, log: Path | None = None, **environment: str) -> subprocess.Popen[str]:
-        """A process on a host; ``log`` takes what it says on standard error."""
+    def start(
+        self, host: int, *command: object, log: Path | None = None, environment: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        """A process on a host, with more variables; ``log`` takes what it says on standard error."""
         with contextlib.ExitStack() as files:
             errors = None if log is None else files.enter_context(log.open("w"))
             process = subprocess.Popen(
                 ["ip", "netns", "exec", NAMES[host], *map(str, command)],
-                env=_without_proxies(os.environ) | environment,
+                env={**_without_proxies(os.environ), **(environment or {})},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import Any
 
@@ -28,7 +27,6 @@ class MpExecutor(RankExecutor):
         that differ, RpcTimeout and EngineError past --startup-timeout; no process is left then.
         """
         super().__init__(context)
-        started = time.monotonic()
         self._part = part_of(context, 0)
         self._elsewhere = self._listen(context) if context.config.nodes.nnodes > 1 else None
         self._processes = RankProcesses(self._part, stall_timeout=self._timeouts.stall_timeout)
@@ -37,9 +35,9 @@ class MpExecutor(RankExecutor):
             self._connect(self._processes.streams, nodes=nodes)
             rendezvous = self._processes.start(self._note_loss)
             if self._elsewhere is not None:
-                self._elsewhere.wait(self._timeouts.startup_timeout)
+                self._elsewhere.wait(self._timeouts.startup_timeout, started=context.started)
                 rendezvous = ""
-            self._start_workers(context, rendezvous=rendezvous, started=started)
+            self._start_workers(context, rendezvous=rendezvous, started=context.started)
         except BaseException:
             self.shutdown()
             raise

@@ -72,7 +72,7 @@ class RayExecutor(RankExecutor):
         """
         super().__init__(context)
         self._context = context
-        self._started = time.monotonic()
+        self._started = context.started
         self._address, where = given_cluster(settings_of(context.config))
         if self._address:
             logger.info("the ranks run in the Ray cluster %s (%s)", self._address, where)
@@ -134,6 +134,7 @@ class RayExecutor(RankExecutor):
             tp=self._layout.tp,
             replicas=self._layout.dp,
             timeout=self._timeouts.startup_timeout,
+            started=self._started,
             folder=self._folder,
             log_level=log_level(),
         )

@@ -52,7 +52,7 @@ class BundleGroup:
 
         Raises EngineError when that takes longer than the plan allows, or ``stopped``.
         """
-        deadline = time.monotonic() + self._plan.timeout
+        deadline = self._plan.started + self._plan.timeout
         wait = _FIRST_NOTICE
         while not self._is_ready(min(wait, deadline - time.monotonic())):
             if stopped():

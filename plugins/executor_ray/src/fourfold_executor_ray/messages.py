@@ -25,6 +25,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     """Engines that place their ranks like this one."""
     timeout: float
     """Seconds for resources to come free."""
+    started: float
+    """The ``time.monotonic`` of this host from which they count."""
     folder: str
     """A private one, for what a new cluster writes."""
     log_level: str

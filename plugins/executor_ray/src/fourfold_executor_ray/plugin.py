@@ -52,6 +52,13 @@ def fourfold_check_config(config: EngineConfig) -> None:
             f"--data-parallel-size is {replicas}, and no Ray cluster is given that replicas could share; start one "
             "with `ray start --head` and name it with --ray-address, or use --executor mp"
         )
+    nodes = config.nodes
+    alone = not nodes.headless and nodes.data_parallel_size_local is None
+    if config.backends.executor == NAME and alone and nodes.node_interface is not None:
+        raise ConfigError(
+            f"--node-interface is {nodes.node_interface!r}, and ranks reach each other as the nodes of the Ray cluster "
+            "do; leave it out, and give each node its address by `ray start --node-ip-address`"
+        )
 
 
 def _build(context: ExecutorContext) -> Executor:
@@ -61,6 +68,9 @@ def _build(context: ExecutorContext) -> Executor:
 
 
 def _suits(config: EngineConfig) -> Suitability:
+    if config.nodes.nnodes > 1:
+        reason = f"--nnodes is {config.nodes.nnodes}, and Ray finds its nodes by itself; leave the option out"
+        return Suitability(score=0, reason=reason)
     address, where = given_cluster(settings_of(config))
     if address:
         return Suitability(score=200, reason=f"the Ray cluster {address} is given ({where})")
