@@ -75,7 +75,6 @@ def test_the_ids_are_those_of_the_dense_model(cut: str, start: Start, upcycled: 
         assert not any(overlapped())
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("cut", IMPOSSIBLE)
 def test_microbatches_that_have_nothing_to_overlap_are_refused(cut: str, start: Start) -> None:
     server = start(*IMPOSSIBLE[cut], ready=False)

@@ -19,6 +19,8 @@ RESTLESS = (
     *("--moe-ep-rebalance-interval", "1000000", "--moe-ep-redundant-experts", "1"),
 )
 PROMPTS = ["Once upon a time", "The capital of France is"]
+PATIENCE = 600.0
+"""Seconds: all experts of the real model are half a gigabyte, which moves a hundred times."""
 TOKENS = 140
 """Layers are asked for their figures every 32 steps: 128 of them are seen, in 100 of which experts move."""
 
@@ -34,7 +36,8 @@ def streamed(server: Server, replica: int) -> list[int]:
     body = {"model": "tiny", "prompt": PROMPTS[replica], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
     headers = {"X-Data-Parallel-Rank": str(replica if server.metric_of("fourfold_engine_up", engine="1") else 0)}
     with server.client() as client:
-        reply = client.post("/v1/completions", json={**body, "return_token_ids": True}, headers=headers)
+        body |= {"return_token_ids": True}
+        reply = client.post("/v1/completions", json=body, headers=headers, timeout=PATIENCE)
     assert reply.status_code == 200, reply.text
     found: list[int] = reply.json()["choices"][0]["token_ids"]
     return found
@@ -67,6 +70,7 @@ def test_a_hundred_random_maps_in_a_stream(start: Start, tiny_mixture: Path, fau
 
 
 @pytest.mark.long
+@pytest.mark.timeout(2 * PATIENCE)
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_hundred_random_maps_of_the_real_model(start: Start, upcycled: Path, faults: Path, cut: str) -> None:
     expected = generated("smollm2")
