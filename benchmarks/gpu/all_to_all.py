@@ -1,7 +1,7 @@
 """Tokens to the experts of other CUDA devices and back: ``peer`` against NCCL, in device graphs.
 
-Dispatch, with ids, weights and the wait for all ranks, against an all-gather of the tokens alone; combine, with the wait,
-against a reduce-scatter. The shape is that of Qwen3-30B-A3B. Prints the better median of several turns, in microseconds.
+Dispatch, with ids, weights and the wait for all ranks, against an all-gather of the tokens alone; combine, with the
+wait, against a reduce-scatter. The shape is that of Qwen3-30B-A3B. Prints the best median of several turns, in us.
 Aims on two devices: at least 1.7x each way at every size, 2.0x where it can be had.
 """
 
