@@ -22,6 +22,7 @@ from fourfold_moe_ep.held_experts import HeldExperts
 from fourfold_moe_ep.microbatch import GreenletTurns, MicrobatchContext
 from fourfold_moe_ep.rebalancing import Rebalancing
 from fourfold_moe_ep.settings import settings_of
+from fourfold_moe_ep.streamed_wire import StreamedWire
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -79,6 +80,9 @@ class ExpertSpread:
         self._cut = False
         self._microbatch: MicrobatchContext | None = None
         """The one that runs."""
+        self._streamed: AllToAll | None = None
+        if parallel.enable_dbo and self.wire is not None and context.device.type == "cuda":
+            self._streamed = StreamedWire(self.wire, context.device)
         self._tokens: list[int] | None = None
         """Of each engine in the present step, where several make it together."""
         self._layers: list[Callable[[torch.Tensor], torch.Tensor]] = []
@@ -128,6 +132,11 @@ class ExpertSpread:
                 layer(self._no_tokens)
         return outcome.vote
 
+    def begin_recording(self, num_tokens: int) -> None:
+        """See StepPart; only what a device orders itself overlaps in a recording."""
+        wire = self._streamed
+        self._cut = wire is not None and wire.graph_safe and num_tokens >= self._least_to_cut[True]
+
     def take_turns(self, num_tokens: int) -> TakeTurns | None:
         """See StepPart."""
         return self._run_in_turns if self._cut else None
@@ -138,6 +147,11 @@ class ExpertSpread:
         if microbatch is not None:
             microbatch.yield_to_other()
             self._microbatch = microbatch
+
+    @property
+    def present_wire(self) -> AllToAll | None:
+        """What carries the tokens of the present batch, a microbatch's beside what the other one computes."""
+        return self.wire if self._microbatch is None or self._streamed is None else self._streamed
 
     @property
     def channel(self) -> int:
