@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from fourfold.config.engine_config import EngineConfig
+from fourfold.config.parallel_config import ParallelConfig
 from fourfold.contracts.mixture import DispatchedTokens
 from fourfold.entries import AllToAllContext
 from fourfold.plugins import load_plugins
@@ -79,13 +80,14 @@ class Link:
 
 
 class Layers:
-    """LAYERS of a product, the travel, and experts: a product too, or with ``light`` a factor."""
+    """LAYERS of two products, the travel, and experts: two products too, or with ``light`` a factor."""
 
     def __init__(self, device: torch.device, *, ranks: int, light: bool) -> None:
         self.x = torch.randn(TOKENS, HIDDEN, device=device).bfloat16()
         self.ids = torch.rand(TOKENS, NUM_EXPERTS, device=device).topk(TOP_K).indices.int()
         self.weights = torch.rand(TOKENS, TOP_K, device=device)
-        self._matrices = (torch.randn(2, HIDDEN, HIDDEN, device=device) / HIDDEN**0.5).bfloat16()
+        narrow = HIDDEN // 2
+        self._matrices = (torch.randn(4, HIDDEN, narrow, device=device) / narrow**0.5).bfloat16()
         self._ranks, self._light = ranks, light
 
     def whole(self, wire: Any) -> None:
@@ -119,13 +121,13 @@ class Layers:
         return slice(index * TOKENS // 2, (index + 1) * TOKENS // 2)
 
     def _run(self, wire: Any, tokens: slice, channel: int, hand_over: Callable[[], None]) -> None:
-        x, before, after = self.x[tokens], self._matrices[0], self._matrices[1]
+        x, (into, back, up, down) = self.x[tokens], self._matrices
         sizes = [len(x)] * self._ranks
         for _ in range(LAYERS):
-            wire.dispatch_send(x @ before, self.ids[tokens], self.weights[tokens], sizes=sizes, channel=channel)
+            wire.dispatch_send(x @ into @ back.T, self.ids[tokens], self.weights[tokens], sizes=sizes, channel=channel)
             hand_over()
             rows = wire.dispatch_receive(channel=channel).x
-            wire.combine_send(rows * 0.5 if self._light else rows @ after, channel=channel)
+            wire.combine_send(rows * 0.5 if self._light else rows @ up @ down.T, channel=channel)
             hand_over()
             x = wire.combine_receive(channel=channel)
 
@@ -169,7 +171,7 @@ def on_rank(rank: Rank) -> list[list[float]]:
     with connected(rank, "nccl", "cuda") as communicator, torch.inference_mode():
         meet = communicator.fast_path.custom.meet  # type: ignore[attr-defined]
         context = AllToAllContext(
-            config=EngineConfig(),
+            config=EngineConfig(parallel=ParallelConfig(enable_dbo=True)),
             device=device,
             dtype=torch.bfloat16,
             communicator=communicator,

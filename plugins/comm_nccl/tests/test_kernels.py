@@ -92,7 +92,7 @@ def test_plain_data_moves_in_whole_vectors(kernel: Any, dtype: str, world: int) 
     "kernel", [rows_kernels.dispatch_rows, rows_kernels.combine_rows], ids=lambda one: one.__name__
 )
 def test_rows_move_in_whole_vectors(kernel: Any, rows: int, world: int) -> None:
-    text = ptx(kernel, world, "bf16", hidden=2048, top_k=8, choices=8, rows=rows, block=2048)
+    text = ptx(kernel, world, "bf16", hidden=2048, top_k=8, choices=8, rows=rows, block=2048, moves=True)
     loads, stores = re.findall(r"ld\.global\.\S+", text), re.findall(r"st\.global\.\S+", text)
     wide_loads, wide_stores = (sum(".v4." in one for one in kind) for kind in (loads, stores))
     # A vector a thread and row: read once and written to each rank, or read from each and written to each.

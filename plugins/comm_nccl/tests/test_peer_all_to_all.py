@@ -14,6 +14,7 @@ from fourfold.testing.all_to_all import AllToAllConformance
 from fourfold.testing.communicator_cases import connected
 from fourfold.testing.rank_process import Rank
 from fourfold.testing.ranks import RankPool
+from fourfold_comm_nccl import peer_all_to_all
 
 pytestmark = [
     pytest.mark.multi_gpu,
@@ -87,6 +88,30 @@ def gives_the_bits_of_the_twin(rank: Rank) -> bool:
 
 def test_sums_have_the_bits_of_a_gathered_sum(run: Callable[..., list[Any]]) -> None:
     assert run(gives_the_bits_of_the_twin) == [True, True]
+
+
+def copies(rank: Rank) -> list[bool]:
+    """The contract's cases, and recorded steps, with all rows copied whatever their size."""
+    least = peer_all_to_all._least_to_copy
+    peer_all_to_all._least_to_copy = lambda context: 1
+    try:
+        for case in (
+            cases.routes_at_random,
+            cases.has_ranks_without_tokens,
+            cases.carries_tokens_without_experts,
+            cases.poisons_holes,
+            cases.repeats_itself,
+            cases.overlaps_channels,
+        ):
+            case(rank, "peer", "nccl", "cuda")
+        cases.survives_skew(rank, "peer", "nccl", "cuda", 100)
+        return replays(rank)
+    finally:
+        peer_all_to_all._least_to_copy = least
+
+
+def test_large_batches_may_be_copied(run: Callable[..., list[Any]]) -> None:
+    assert run(copies) == [[True] * REPLAYS] * 2
 
 
 def misses(rank: Rank) -> list[list[int]]:

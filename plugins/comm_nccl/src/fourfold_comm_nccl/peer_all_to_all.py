@@ -3,10 +3,14 @@
 The sparse form of an all-gather: every row of every rank has a place of its own, known from the sizes alone, and only
 those are filled that the receiver needs. What comes back is summed in the order of ranks, so that the bits are the same
 each time. Nothing waits for the host.
+
+Where microbatches overlap, large batches go by the device's copy engines instead, whole: kernels that move them would
+wait for the very multiprocessors on which the other microbatch computes.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -23,6 +27,10 @@ if TYPE_CHECKING:
 
 CHANNELS: Final = 2
 """One for each microbatch."""
+LARGE_BYTES: Final = 2 << 20
+"""Of one rank's rows, from which on a copy takes longer than starting it."""
+_MOST_RECEIVE: Final = 0.75
+"""Share of the rows that a rank needs, from which on it may as well get all of them."""
 _VECTOR_BYTES: Final = 16
 
 
@@ -103,24 +111,47 @@ class _Channel:
             weights=_view(buffer, region.weights_at, torch.float32, rows, context.top_k),
         )
         self._rank = communicator.rank
+        self._rows, self._parts = (
+            [
+                _view(memory.buffer(rank), at, context.dtype, rows, context.hidden_size)
+                for rank in range(region.world_size)
+            ]
+            for at in (region.rows_at, region.returned_at)
+        )
+        """Of all ranks: what comes, and what comes back."""
+        self._max_tokens = context.max_tokens
+        self._least_to_copy = _least_to_copy(context)
         self._sizes: list[int] = []
         self._returned: torch.Tensor | None = None
 
     def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, sizes: list[int]) -> None:
         self._memory.check()
         self._sizes = sizes
-        if any(sizes):
-            self._exchange.dispatch(x, ids, weights, sizes)
+        if not any(sizes):
+            return
+        copies = self._copies(x)
+        if copies:
+            first = sum(sizes[: self._rank])
+            for peer in self._others_first():
+                self._rows[peer][first : first + len(x)].copy_(x)
+        self._exchange.dispatch(x, ids, weights, sizes, moves=not copies)
 
     def arrived(self) -> DispatchedTokens:
         count = sum(self._sizes)
         return DispatchedTokens(*(part[:count] for part in self._arrived))
 
     def combine(self, partial: torch.Tensor) -> None:
-        out = partial.new_empty(self._sizes[self._rank], partial.shape[1])
-        if any(self._sizes):
-            self._exchange.combine(partial, out, self._sizes)
-        self._returned = out
+        sizes = self._sizes
+        self._returned = out = partial.new_empty(sizes[self._rank], partial.shape[1])
+        if not any(sizes):
+            return
+        copies = self._copies(partial)
+        if copies:
+            place = self._rank * self._max_tokens
+            for peer in self._others_first()[:-1]:
+                first = sum(sizes[:peer])
+                self._parts[peer][place : place + sizes[peer]].copy_(partial[first : first + sizes[peer]])
+        self._exchange.combine(partial, out, sizes, moves=not copies)
 
     def returned(self) -> torch.Tensor:
         out, self._returned = self._returned, None
@@ -130,6 +161,22 @@ class _Channel:
 
     def close(self) -> None:
         self._memory.close()
+
+    def _copies(self, like: torch.Tensor) -> bool:
+        """The same on all ranks."""
+        return max(self._sizes) * like.shape[1] * like.itemsize >= self._least_to_copy
+
+    def _others_first(self) -> list[int]:
+        """All ranks, each from the next one on, so that they do not all write to one; the own memory last."""
+        world = len(self._rows)
+        return [(self._rank + 1 + step) % world for step in range(world)]
+
+
+def _least_to_copy(context: AllToAllContext) -> int:
+    """Bytes of a rank's rows from which on all of them are copied everywhere."""
+    spread = 1 - (1 - 1 / context.communicator.world_size) ** context.top_k
+    overlaps = context.config.parallel.enable_dbo and spread >= _MOST_RECEIVE
+    return LARGE_BYTES if overlaps else sys.maxsize
 
 
 def _view(buffer: torch.Tensor, at: int, dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:

@@ -61,23 +61,32 @@ class RowExchange:
             "ids_at": region.ids_at,
         }
 
-    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, sizes: Sequence[int]) -> None:
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        sizes: Sequence[int],
+        *,
+        moves: bool = True,
+    ) -> None:
         """Send ``x`` [T, H], ``ids`` int32 [T, K] and ``weights`` fp32 [T, K]; ends when all ranks' rows have come.
 
-        All contiguous, rows of whole vectors; ``sizes`` are the rows of every rank, not 0 all of them.
+        All contiguous, rows of whole vectors; ``sizes`` are the rows of every rank, not 0 all of them. Without
+        ``moves`` what was queued before has copied ``x``.
         """
         tensors = (self._table, self._sequence, x, ids, weights, self._owners, self._receivers)
         place = {"weights_at": self._region.weights_at, "rows_at": self._region.rows_at}
-        self._launch(rows_kernels.dispatch_rows, tensors, sizes, x, **place)
+        self._launch(rows_kernels.dispatch_rows, tensors, sizes, x, moves=moves, **place)
 
-    def combine(self, partial: torch.Tensor, out: torch.Tensor, sizes: Sequence[int]) -> None:
+    def combine(self, partial: torch.Tensor, out: torch.Tensor, sizes: Sequence[int], *, moves: bool = True) -> None:
         """``out`` [T, H] = what all ranks have made of this rank's rows; ``partial`` [R, H] is this one's part.
 
-        The same ``sizes``. The sum is taken in fp32, in the order of ranks.
+        The same ``sizes`` and ``moves``. The sum is taken in fp32, in the order of ranks.
         """
         tensors = (self._table, self._sequence, partial, self._receivers, out)
         place = {"returned_at": self._region.returned_at, "max_tokens": self._region.max_tokens}
-        self._launch(rows_kernels.combine_rows, tensors, sizes, out, **place)
+        self._launch(rows_kernels.combine_rows, tensors, sizes, out, moves=moves, **place)
 
     def count_from(self, number: int) -> None:
         """Number operations from ``number`` (32 bits, signed) on; the same on all ranks, while nothing runs."""

@@ -46,11 +46,13 @@ def dispatch_rows(
     ids_at: tl.constexpr,
     weights_at: tl.constexpr,
     rows_at: tl.constexpr,
+    moves: tl.constexpr,
 ) -> None:
     """Write each of ``count`` rows of ``x`` to the ranks that own one of its experts, and its experts there to all.
 
-    This rank's rows begin at ``first`` of those of all ranks; an item is ``rows`` of them. ``receivers`` [count] gets a
-    bit for each rank that a row goes to. ``choices`` is ``top_k`` or the next power of two.
+    Without ``moves`` the rows are there already. This rank's rows begin at ``first`` of those of all ranks; an item is
+    ``rows`` of them. ``receivers`` [count] gets a bit for each rank that a row goes to. ``choices`` is ``top_k`` or the
+    next power of two.
     """
     program = tl.program_id(0)
     number = next_number(sequence, program)
@@ -79,7 +81,7 @@ def dispatch_rows(
             tl.store((base + weights_at).to(weights.dtype) + there, weight, mask=chosen)
             goes_to |= tl.max((owner == peer).to(tl.int32), axis=1) << peer
         tl.store(receivers + token, goes_to, mask=present)
-        for column in tl.static_range(0, hidden, block):
+        for column in tl.static_range(0, hidden if moves else 0, block):
             at = column + tl.arange(0, block)
             held = present[:, None] & (at < hidden)[None, :]
             values = tl.load(x + token.to(tl.int64)[:, None] * hidden + at[None, :], mask=held, other=0.0)
@@ -114,10 +116,12 @@ def combine_rows(
     senders_at: tl.constexpr,
     ids_at: tl.constexpr,
     returned_at: tl.constexpr,
+    moves: tl.constexpr,
 ) -> None:
     """Write ``partial`` [R, H] back to where its rows came from; ``out`` = this rank's rows, summed in rank order.
 
-    What is left out are rows without an expert here. The other arguments are those of ``dispatch_rows``.
+    Without ``moves`` it is there already. What is left out are rows without an expert here. The other arguments are
+    those of ``dispatch_rows``.
     """
     program = tl.program_id(0)
     number = next_number(sequence, program)
@@ -126,7 +130,7 @@ def combine_rows(
     mine = tl.load(table + rank)
     senders = (mine + senders_at).to(receivers.dtype)
     item = program
-    while item < items:
+    while item < (items if moves else 0):
         token = item * rows + tl.arange(0, rows)
         for source in tl.static_range(world):
             row = (tl.load(senders + 2 * source) + token).to(tl.int64)
