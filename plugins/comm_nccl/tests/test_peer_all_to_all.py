@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -90,28 +91,44 @@ def test_sums_have_the_bits_of_a_gathered_sum(run: Callable[..., list[Any]]) -> 
     assert run(gives_the_bits_of_the_twin) == [True, True]
 
 
-def copies(rank: Rank) -> list[bool]:
-    """The contract's cases, and recorded steps, with all rows copied whatever their size."""
+@contextmanager
+def everything_copied() -> Iterator[None]:
+    """Batches of any size go as large ones do where microbatches overlap."""
     least = peer_all_to_all._least_to_copy
     peer_all_to_all._least_to_copy = lambda context: 1
     try:
-        for case in (
-            cases.routes_at_random,
-            cases.has_ranks_without_tokens,
-            cases.carries_tokens_without_experts,
-            cases.poisons_holes,
-            cases.repeats_itself,
-            cases.overlaps_channels,
-        ):
-            case(rank, "peer", "nccl", "cuda")
-        cases.survives_skew(rank, "peer", "nccl", "cuda", 100)
-        return replays(rank)
+        yield
     finally:
         peer_all_to_all._least_to_copy = least
 
 
-def test_large_batches_may_be_copied(run: Callable[..., list[Any]]) -> None:
-    assert run(copies) == [[True] * REPLAYS] * 2
+def copies(rank: Rank, case: str, *args: int) -> None:
+    with everything_copied():
+        getattr(cases, case)(rank, "peer", "nccl", "cuda", *args)
+
+
+def replays_copies(rank: Rank) -> list[bool]:
+    with everything_copied():
+        return replays(rank)
+
+
+@pytest.mark.parametrize(
+    ("case", "args"),
+    [
+        ("routes_at_random", ()),
+        ("has_ranks_without_tokens", ()),
+        ("carries_tokens_without_experts", ()),
+        ("poisons_holes", ()),
+        ("survives_skew", (100,)),
+        ("overlaps_channels", ()),
+    ],
+)
+def test_large_batches_are_copied(run: Callable[..., list[Any]], case: str, args: tuple[int, ...]) -> None:
+    run(copies, case, *args)
+
+
+def test_recorded_steps_copy_what_their_inputs_hold(run: Callable[..., list[Any]]) -> None:
+    assert run(replays_copies) == [[True] * REPLAYS] * 2
 
 
 def misses(rank: Rank) -> list[list[int]]:
