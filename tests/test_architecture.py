@@ -86,6 +86,19 @@ def test_imports_point_at_core_only(project: Path) -> None:
                 assert project.name != "core", f"{where}: core imports {package}"
 
 
+def test_imports_in_core_point_down_the_list_of_packages() -> None:
+    """What runs at import; annotations may name anything."""
+    table = re.findall(r"^\| `fourfold\.(\w+)`", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+    place = {package: number for number, package in enumerate(table)}
+    assert set(place) == {path.parent.name for path in CORE.glob("*/__init__.py")} - {"templates"}
+    for path in CORE.rglob("*.py"):
+        own = path.relative_to(CORE).parts[0]
+        for module, where in imports(path, only_at_import=True):
+            package, *rest = module.split(".")
+            if package == "fourfold" and rest and own in place:
+                assert place.get(rest[0], place[own]) >= place[own], f"{where}: {own} imports {module}"
+
+
 @every_project
 def test_every_import_is_declared(project: Path) -> None:
     owners = packages_distributions()  # does not know editable installs, so add ours

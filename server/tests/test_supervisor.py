@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from fourfold.config.timeout_config import TimeoutConfig
-from fourfold.messages import EngineDead, EngineDraining, EngineNotice, EngineReady, EngineStarting
+from fourfold.messages import EngineDead, EngineDraining, EngineNotice, EngineReady, EngineStarting, RestartEngine
 from fourfold.supervision.run_directory import RunDirectory, deployments, running_processes
 from fourfold_server.config import OnFailure
 from fourfold_server.process_table import ProcessTable
@@ -201,8 +201,9 @@ def test_rapid_failures_are_not_restarted_for_ever(start: Start, monkeypatch: py
     listener = start("die-when-ready exit-9").listener
     reason = "engine_core DP0 was killed by signal 9 (SIGKILL) while running"
     assert [listener.next() for _ in range(3)] == [("starting", 1), ("ready", 1), ("dead", reason)]
-    assert [listener.next() for _ in range(2)] == [("starting", 2), ("starting", 3)]
-    text = "engine_core DP0 exited with code 9 during start-up; it is not restarted again after 3 rapid failures"
+    failed = "engine_core DP0 exited with code 9 during start-up"
+    assert [listener.next() for _ in range(4)] == [("starting", 2), ("dead", failed), ("starting", 3), ("dead", failed)]
+    text = f"{failed}; it is not restarted again after 3 rapid failures"
     assert listener.next() == ("gave up", text, 1)
 
 
@@ -221,7 +222,7 @@ def test_rapid_failures_end_nothing_while_another_node_serves(start: Start, monk
         backends={},
     )
     deployment.supervisor.post(lambda: deployment.role.tell(elsewhere))
-    seen = [deployment.listener.next() for _ in range(8)]  # one of them is the other node's
+    seen = [deployment.listener.next() for _ in range(10)]  # one of them is the other node's
     assert seen[-1] == ("ready", 4)
 
 
@@ -250,13 +251,36 @@ def test_an_engine_fails_for_ever_beside_one_that_serves(start: Start, monkeypat
     victim = next(process.pid for process in running_processes(deployment.run_directory.path) if process.label == "DP0")
     os.kill(victim, signal.SIGKILL)
     assert listener.next()[0] == "dead"
-    assert [listener.next() for _ in range(5)] == [
-        ("starting", 2),
-        ("starting", 3),
-        ("starting", 4),
-        ("starting", 5),
-        ("ready", 5),
-    ]
+    dead = ("dead", "engine_core DP0 exited with code 9 during start-up")
+    for incarnation in (2, 3, 4):
+        assert [listener.next(), listener.next()] == [("starting", incarnation), dead]
+    assert [listener.next() for _ in range(2)] == [("starting", 5), ("ready", 5)]
+
+
+@pytest.mark.parametrize("behaviour", ["exit-9", "hang"])
+def test_what_fails_to_start_can_be_started_over_at_once(start: Start, behaviour: str) -> None:
+    """While it waits for the next try, a minute at least, and in the middle of one."""
+    deployment = start(f"ready exit-9 {behaviour} ready", num_engines=2)
+    listener = deployment.listener
+    assert sorted(listener.next() for _ in range(4)) == [("ready", 1)] * 2 + [("starting", 1)] * 2
+    victim = next(process.pid for process in running_processes(deployment.run_directory.path) if process.label == "DP0")
+    deployment.role.processes[0].rapid_crashes = 8
+    os.kill(victim, signal.SIGKILL)
+    dead = ("dead", "engine_core DP0 exited with code 9 during start-up")
+    assert listener.next()[0] == "dead"
+    deployment.supervisor.restart(RestartEngine(engine=0, now=True))
+    assert [listener.next(), listener.next()] == [("starting", 2), dead]
+    if behaviour == "hang":
+        assert listener.next() == ("starting", 3)
+        newcomer = [notice for notice in deployment.role.present_state() if notice.engine == 0]
+        assert [type(notice) for notice in newcomer] == [EngineStarting, EngineDead, EngineStarting]
+    else:
+        assert [listener.next(), listener.next()] == [("starting", 3), dead]
+    deployment.supervisor.restart(RestartEngine(engine=0, now=True))
+    assert [listener.next() for _ in range(2)] == [("starting", 4), ("ready", 4)]
+    newcomer = [notice for notice in deployment.role.present_state() if notice.engine == 0]
+    assert isinstance(newcomer[-1], EngineReady)
+    assert not deployment.role.processes[0].start_failure
 
 
 def test_engines_that_share_experts_are_restarted_together_and_not_one_by_one(start: Start) -> None:
@@ -264,7 +288,7 @@ def test_engines_that_share_experts_are_restarted_together_and_not_one_by_one(st
     listener = deployment.listener
     assert sorted(listener.next() for _ in range(4)) == [("ready", 1)] * 2 + [("starting", 1)] * 2
     before = {process.label: process for process in running_processes(deployment.run_directory.path)}
-    deployment.supervisor.restart_engine(1)
+    deployment.supervisor.restart(RestartEngine(engine=1))
     os.kill(before["DP0"].pid, signal.SIGKILL)
     events = sorted(listener.next() for _ in range(6))
     assert events[:2] == [
@@ -284,8 +308,8 @@ def test_a_planned_restart(start: Start, behaviour: str, drain_timeout: float) -
     deployment = start(f"{behaviour} ready", on_failure="exit", drain_timeout=drain_timeout)
     listener = deployment.listener
     assert [listener.next() for _ in range(2)] == [("starting", 1), ("ready", 1)]
-    deployment.supervisor.restart_engine(0)
-    deployment.supervisor.restart_engine(0)
+    deployment.supervisor.restart(RestartEngine(engine=0))
+    deployment.supervisor.restart(RestartEngine(engine=0))
     assert listener.next() == ("draining", 1)
     assert listener.next() == ("dead", "it is being restarted")
     assert [listener.next() for _ in range(2)] == [("starting", 2), ("ready", 2)]

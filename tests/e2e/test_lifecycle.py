@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -286,10 +287,41 @@ def test_a_second_signal_does_not_wait(start: Start) -> None:
 def test_a_signal_during_the_start_ends_it(start: Start) -> None:
     server = start(ready=False)
     processes = [psutil.Process(server.engine_pid)]
-    server.signal(signal.SIGTERM)
-    assert server.wait(10) == 0
+    assert_ends_soon(server, signal.SIGTERM)
     wait_until_gone(processes, 1)
     assert list(server.root.iterdir()) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_at_any_moment_of_the_start_ends_it(start: Start, signum: signal.Signals) -> None:
+    for seconds in (0, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.2, 1.6, 2.4, 3.2):
+        server = start("--data-parallel-size", "2", "--num-blocks", "600", ready=False)
+        wait_until(lambda root=server.root: any(root.glob("*")), 60, "the run directory")
+        threading.Event().wait(seconds)
+        processes = server.descendants()
+        assert_ends_soon(server, signum)
+        wait_until_gone(processes, 1)
+        assert list(server.root.iterdir()) == []
+
+
+def test_two_signals_during_the_start_end_it_too(start: Start) -> None:
+    server = start("--data-parallel-size", "2", "--num-blocks", "600", ready=False)
+    processes = [psutil.Process(server.engine_pid)]
+    server.signal(signal.SIGTERM)
+    with contextlib.suppress(ProcessLookupError):
+        server.signal(signal.SIGTERM)
+    assert server.wait(10) in (0, 1)
+    wait_until_gone(processes, 1)
+    assert "Traceback" not in server.log
+
+
+def assert_ends_soon(server: Server, signum: signal.Signals) -> None:
+    before = time.monotonic()
+    server.signal(signum)
+    assert server.wait(10) == 0, server.log
+    assert time.monotonic() - before < 2.5
+    assert "Traceback" not in server.log
 
 
 # --- failure ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -53,9 +54,9 @@ def generate(llm: LLM) -> list[list[int]]:
     return [result.outputs[0].token_ids for result in llm.generate(["a", "b c"], params)]
 
 
-def save_other_weights(tiny_model: Path, folder: Path) -> Path:
+def save_other_weights(tiny_model: Path, folder: Path, *, seed: int = 5) -> Path:
     """The tiny model with other random weights."""
-    with LLM(str(tiny_model), load_format="dummy", dtype="float32", seed=5, num_blocks=600) as llm:
+    with LLM(str(tiny_model), load_format="dummy", dtype="float32", seed=seed, num_blocks=600) as llm:
         llm.save_sharded_state(folder)
     return folder
 
@@ -95,6 +96,38 @@ def test_replicas_sleep_and_take_other_weights_together(start: Start, tiny_model
     wait_until(lambda: server.metric("fourfold_kv_cache_usage") == 0, 5, "all blocks free")
 
 
+@pytest.mark.long
+def test_other_weights_are_the_way_out_for_a_replica_whose_weights_are_gone(
+    start: Start, tiny_model: Path, tmp_path: Path
+) -> None:
+    first, second = (save_other_weights(tiny_model, tmp_path / name, seed=seed) for seed, name in ((5, "x"), (6, "y")))
+    server = start(*TWO)
+    post(server, "/admin/update_weights", {"model": str(first)})
+    shutil.rmtree(first)
+    os.kill(processes(server, "engine_core")["DP0"], signal.SIGKILL)
+    wait_until(lambda: replicas(server)[0] == "failing", 60, "DP0 to fail")
+
+    def shown(path: str) -> dict[str, Any]:
+        with server.client() as client:
+            reply = client.get(path)
+        assert reply.status_code == 200
+        answer: dict[str, Any] = reply.json()
+        return answer
+
+    for _ in range(2):  # by each API server
+        error = shown("/topology")["replicas"][0]["error"]
+        assert str(first) in error
+        assert shown("/readyz")["failing"] == [{"rank": 0, "error": error}]
+    text_of(server, 1)
+    for attempt in range(3):  # whatever DP0 is at, sleep and waking are done
+        assert post(server, "/admin/sleep")["is_sleeping"], attempt
+        assert not post(server, "/admin/wake_up")["is_sleeping"]
+    post(server, "/admin/update_weights", {"model": str(second)})
+    wait_until(lambda: replicas(server) == ["running"] * 2, 60, "both replicas")
+    assert text_of(server, 0) == text_of(server, 1)
+    assert "failing" not in shown("/readyz")
+
+
 @pytest.mark.parametrize("cut", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp", "pp"])
 def test_all_ranks_sleep_and_take_other_weights(
     cut: dict[str, int], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -119,7 +152,7 @@ def test_all_ranks_sleep_and_take_other_weights(
 
 
 def test_a_sleeping_server_lets_go_of_clients_and_ends(start: Start) -> None:
-    server = start(*TWO, "--drain-timeout", "1")
+    server = start(*TWO, "--drain-timeout", "300")
     streams = [Stream(server, "/v1/completions", completion(2000, **SEEDED)) for _ in range(4)]
     for opened in streams:
         opened.wait_for_events(2)
@@ -135,6 +168,8 @@ def test_a_sleeping_server_lets_go_of_clients_and_ends(start: Start) -> None:
     for opened in streams[1:]:
         opened.join()
         assert opened.error is not None
+        assert "shutting down" in opened.error["message"]
+    assert any("requests are ended as the replicas sleep" in line for line in server.lines)
 
 
 def test_adapters_are_models_on_all_replicas(start: Start, tiny_model: Path, tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ IDS = [
 ]
 """Of the completions."""
 
+MICROBATCHES: dict[str, Any] = {"enable_dbo": True, "dbo_decode_tokens": 2, "dbo_prefill_tokens": 2}
+
 
 @pytest.fixture(autouse=True)
 def one_thread_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,9 +59,19 @@ def test_golden_cases(tp: int) -> None:
     assert [ids for _, ids in found][: len(IDS)] == IDS
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("comm", ["shm", "gloo"])
+def test_golden_cases_in_microbatches(comm: str) -> None:
+    with LLM("smollm2", dtype="float32", tensor_parallel_size=2, comm=comm, **MICROBATCHES) as llm:
+        found = answers(llm)
+    assert [text for text, _ in found] == expected()
+    assert [ids for _, ids in found][: len(IDS)] == IDS
+
+
 def test_recorded_steps_and_gloo_agree_in_bfloat16() -> None:
     """Up to the first small margin: these cases have none."""
-    for options in ({}, {"comm": "tp=gloo"}, {"debug_collectives": True}):
+    options: dict[str, Any]
+    for options in ({}, {"comm": "tp=gloo"}, {"debug_collectives": True}, MICROBATCHES):
         with LLM("smollm2", dtype="bfloat16", tensor_parallel_size=2, **options) as llm:
             found = [result.outputs[0].text for result in llm.generate(list(first_prompts()), greedy(4))]
         assert found == [" Paris.\n\n", " 6, "]

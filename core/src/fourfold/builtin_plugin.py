@@ -186,7 +186,7 @@ def fourfold_checkpoint_formats() -> list[CheckpointFormatEntry]:
         ),
         CheckpointFormatEntry(
             name="dummy",
-            build=_lazy("fourfold.checkpoints.dummy_format:DummyFormat"),
+            build=_lazy("fourfold.models.dummy_format:DummyFormat"),
             summary="seeded random weights in the shape of config.json",
         ),
     ]

@@ -176,6 +176,8 @@ class ParallelLayerContext:
     out_sizes: tuple[int, ...]
     """Output features: one number; one a part for merged_column; (heads, kv heads, head_dim) for qkv and latent_qkv."""
     bias: bool = False
+    shared: dict[str, StepPart] = field(default_factory=dict)
+    """What the layers of one decoder have in common, under names of their own."""
     in_heads: tuple[int, int, int] | None = None
     """Row layers whose input is the output of attention: its (heads, kv heads, head_dim), cut as qkv cuts them."""
     tied_weight: LinearWeight | None = None
@@ -191,8 +193,6 @@ class ParallelLayerContext:
     activation: Activation = "silu"
     registry: PluginRegistry | None = None
     """Where it finds its own parts, by the names in ``config``."""
-    shared: dict[str, StepPart] = field(default_factory=dict)
-    """What the moe layers of one decoder have in common, under names of their own."""
     expert_memory: WeightMemory | None = None
     """Where its experts are, so that the engine can do without them while it sleeps."""
     expert_group: GroupCoordinator | None = None

@@ -134,7 +134,6 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Figures that layers keep, by name, as of the last steps."""
     prefix_marks: bytes | None = None
     """What the prefix cache holds, for ``prefix_cache.read_marks``: up to 4 KiB, last used last. None: as before."""
-
     asleep: tuple[str, ...] = ()
     """Which of ``fourfold.sleep_tags`` are; while any is, no request is taken."""
     sleep_changes: int = 0
@@ -255,7 +254,7 @@ class EngineDraining(msgspec.Struct, frozen=True, kw_only=True, tag="draining"):
 
 
 class EngineDead(msgspec.Struct, frozen=True, kw_only=True, tag="dead"):
-    """An engine that was ready is no more; what it had of requests has to go on elsewhere."""
+    """An engine is no more, or failed to start; what it had of requests has to go on elsewhere."""
 
     engine: int
     incarnation: int
@@ -299,9 +298,10 @@ class ProcessFailed(msgspec.Struct, frozen=True, kw_only=True, tag="process_fail
 
 
 class RestartEngine(msgspec.Struct, frozen=True, kw_only=True, tag="restart_engine"):
-    """An API server was asked to restart a replica."""
+    """An API server wants a replica restarted, once its requests have ended or ``now``, whatever it does."""
 
     engine: int
+    now: bool = False
 
 
 ProcessReport = EngineReady | EngineFailed | ProcessReady | ProcessFailed | RestartEngine

@@ -23,6 +23,7 @@ from fourfold.messages import (
     EngineDraining,
     EngineOutputs,
     EngineReady,
+    EngineStarting,
     EngineStats,
     FinishReason,
     RequestOutput,
@@ -425,6 +426,37 @@ def test_operations_are_made_in_step_on_all_engines(run_directory: Path) -> None
                 client.mark_dead(0, "gone")
                 with pytest.raises(RequestError, match="no engine is up"):
                     await client.call_all([("halt", {})], timeout=5)
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_fails_again_and_again_holds_up_no_operation(run_directory: Path) -> None:
+    async def scenario() -> None:
+        async with started_client(run_directory, num_engines=2) as client:
+            with FakeEngine(run_directory, count_up) as first:
+                with FakeEngine(run_directory, count_up, engine=1) as second:
+                    await ready(client)
+                    second.stop("boom")
+                    await until(lambda: client.engine_states[1] is EngineState.DEAD, "engine 1 dead")
+                assert client.links[1].condition == "dead"
+                assert (client.engines_missed(client.engines_up()), client.engines_up()) == ([1], {0: 1})
+                client.hear(EngineStarting(engine=1, incarnation=2))
+                with pytest.raises(RequestError, match="engine 1 is starting"):  # it may be there in a moment
+                    client.engines_up()
+                client.hear(EngineDead(engine=1, incarnation=2, reason="no such folder"))
+                client.hear(EngineStarting(engine=1, incarnation=3))
+                assert (client.links[1].condition, client.links[1].failure) == ("failing", "no such folder")
+                engines = client.engines_up()
+                await client.call_all([("halt", {})], timeout=5, engines=engines)
+                assert (first.operations, client.engines_missed(engines)) == ([("halt", {})], [1])
+                client.hear(EngineDead(engine=1, incarnation=3, reason="wished", planned=True))
+                client.hear(EngineStarting(engine=1, incarnation=4))
+                with FakeEngine(run_directory, count_up, engine=1, incarnation=4) as second:
+                    await ready(client)
+                    assert (client.links[1].condition, client.links[1].failure) == ("ready", "")
+                    # It was not there when the operation began, and hears nothing of it half way.
+                    await client.call_all([("wake_up", {})], timeout=5, engines=engines)
+                    assert (second.operations, client.engines_missed(engines)) == ([], [1])
 
     asyncio.run(scenario())
 

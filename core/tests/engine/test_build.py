@@ -150,7 +150,7 @@ def test_a_policy_that_is_not_there_is_said_before_anything_starts() -> None:
     ("options", "says"),
     [
         ({"enable_expert_parallel": True}, "a DenseModel has no experts to spread over ranks"),
-        ({"enable_dbo": True}, "--enable-dbo overlaps tokens' travel to experts; it needs --enable-expert-parallel"),
+        ({"enable_dbo": True}, "--enable-dbo overlaps what ranks tell each other, and none does here"),
     ],
 )
 def test_experts_are_spread_only_where_there_are_some(

@@ -6,8 +6,8 @@ import torch
 from fourfold.config.engine_config import EngineConfig
 from fourfold.entries import ComputeContext
 from fourfold.errors import Unsupported
+from fourfold.layers.philox import gumbel_rows
 from fourfold.layers.torch_operators import TorchOperators
-from fourfold.worker.philox import gumbel_rows
 
 
 @pytest.fixture

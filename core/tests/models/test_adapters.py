@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from fourfold.checkpoints.adapter_file import read_adapter
 from fourfold.checkpoints.progress import NoProgress
 from fourfold.checkpoints.resolve import resolve_checkpoint
 from fourfold.config.backend_config import BackendConfig
@@ -21,6 +20,7 @@ from fourfold.config.model_config import ModelConfig
 from fourfold.entries import WorkerContext
 from fourfold.errors import CheckpointError
 from fourfold.layout import ParallelLayout
+from fourfold.models.adapter_file import read_adapter
 from fourfold.models.loading import build_model, fill_model
 from fourfold.plugins import PluginRegistry
 from fourfold.testing.lora_adapter import write_adapter

@@ -8,11 +8,11 @@ import torch
 
 from fourfold.config.engine_config import EngineConfig
 from fourfold.entries import ComputeContext
+from fourfold.layers.philox import gumbel_rows
 from fourfold.layers.torch_operators import TorchOperators
 from fourfold.messages import NewRequest
 from fourfold.sampling_params import SamplingParams
 from fourfold.worker.cpu_device import CpuDevice
-from fourfold.worker.philox import gumbel_rows
 from fourfold.worker.sampler import Sampled, Sampler
 from fourfold.worker.sampling_state import SamplingState
 from fourfold.worker.step_inputs import SamplingInputs

@@ -120,7 +120,7 @@ def test_gumbel_argmax_draws_what_the_twin_draws(operators, twin, width):
 
 def test_gumbel_noise_itself(operators):
     """With one finite pair, the winner tells the sign of a noise difference; with equal logits, the largest noise."""
-    from fourfold.worker.philox import gumbel_rows
+    from fourfold.layers.philox import gumbel_rows
 
     seeds, positions = torch.arange(200), torch.arange(200) * 3
     flat = torch.zeros(200, 1000)

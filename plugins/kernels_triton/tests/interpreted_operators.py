@@ -8,10 +8,10 @@ import torch
 from fourfold.config.engine_config import EngineConfig
 from fourfold.entries import ComputeContext
 from fourfold.errors import Unsupported
+from fourfold.layers.philox import gumbel_rows
 from fourfold.layers.torch_operators import TorchOperators
 from fourfold.testing.expert_choosing import MIXTURES, ExpertChoosingConformance
 from fourfold.testing.operators import OperatorsConformance
-from fourfold.worker.philox import gumbel_rows
 from fourfold_kernels_triton import gpu_support
 from fourfold_kernels_triton.operators import TritonOperators
 

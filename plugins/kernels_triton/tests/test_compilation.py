@@ -84,7 +84,7 @@ def test_attention(launches):
             continue
         constants = dict(launch.constants)
         assert "ld.local" not in ptx, f"{name} {constants} spills"
-        if constants["HEAD_DIM"] == constants["PADDED_DIM"]:
+        if constants["SHAPE"].head_dim == constants["SHAPE"].padded_dim:
             assert re.search(r"cp\.async\.cg[^\n]*0x10", ptx), f"{name} {constants} does not copy 16 bytes at a time"
         assert ("wgmma" if name == "attend_prompts" else "mma.sync") in ptx
 

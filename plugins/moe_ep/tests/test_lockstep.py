@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from fourfold.contracts.step_part import StepVote
+from fourfold.contracts.step_part import StepPart, StepVote
 from fourfold.models.description import MixtureDescription
 from fourfold.testing import moe_cases as cases
 from fourfold.testing.communicator_cases import connected
@@ -48,19 +48,26 @@ def steps_together(rank: Rank, all_to_all: str) -> list[bool]:
     with cases.grouped(rank, backends) as group:
         context = cases.context_of(group, backends, mixture)
         context = replace(context, rank=0, world_size=1, communicator=None)
-        layers = [cases.build_from(context, backends, tensors)[0] for _ in range(2)]
-        (part,) = context.shared.values()
+        layers: list[Any] = [cases.build_from(context, backends, tensors)[0] for _ in range(2)]
+        parts = tuple(context.shared.values())
         found = []
         for seed, counts in enumerate(TOKENS):
             count = counts[rank.rank]
-            found.append(part.begin_step(count, WORK if count else IDLE, is_decode=False).has_work)
+            found.append(begin(parts, count, WORK if count else IDLE, is_decode=False).has_work)
             if count:
                 generator = torch.Generator().manual_seed(seed + 100 * rank.rank)
                 x = torch.randn(count, cases.HIDDEN, generator=generator)
                 for layer in layers:
                     cases.check(layer(x.clone()), cases.dense(mixture, tensors, x))
-            part.end_step()
+            for part in parts:
+                part.end_step()
         return found
+
+
+def begin(parts: Sequence[StepPart], count: int, vote: StepVote, *, is_decode: bool) -> StepVote:
+    for part in parts:
+        vote = part.begin_step(count, vote, is_decode=is_decode)
+    return vote
 
 
 def test_an_engine_without_tokens_serves_the_others(rank_pool: Pool) -> None:
@@ -78,22 +85,21 @@ def overlaps(rank: Rank, all_to_all: str, comm: str) -> list[str]:
         parallel = replace(context.config.parallel, enable_dbo=True, dbo_prefill_tokens=4, dbo_decode_tokens=6)
         config = replace(context.config, parallel=parallel)
         context = replace(context, config=config, rank=0, world_size=1, communicator=None)
-        layers = [cases.build_from(context, backends, tensors)[0] for _ in range(2)]
-        (part,) = context.shared.values()
-        trace = trace_phases(part.wire)
+        layers: list[Any] = [cases.build_from(context, backends, tensors)[0] for _ in range(2)]
+        parts = tuple(context.shared.values())
+        trace = trace_phases(layers[0]._spread.wire)
         for counts in ((9, 4), (4, 11)):
             count = counts[rank.rank]
-            assert part.begin_step(count, WORK, is_decode=False) == WORK
+            assert begin(parts, count, WORK, is_decode=False) == WORK
             x = torch.randn(count, cases.HIDDEN, generator=torch.Generator().manual_seed(rank.rank))
-            turns = part.take_turns(count)
-            assert turns is not None
+            (turns,) = (turns for part in parts if (turns := part.take_turns(count)) is not None)
             halves = [x[: count - count // 2], x[count - count // 2 :]]
             found = torch.cat(turns([partial(through, layers, half) for half in halves]))
             cases.check(found, cases.dense(mixture, tensors, cases.dense(mixture, tensors, x)))
         for counts, is_decode in (((9, 3), False), ((9, 1), False), ((4, 4), True), ((9, 0), False)):
             count = counts[rank.rank]
-            part.begin_step(count, WORK if count else IDLE, is_decode=is_decode)
-            assert part.take_turns(count) is None
+            begin(parts, count, WORK if count else IDLE, is_decode=is_decode)
+            assert not any(part.take_turns(count) for part in parts)
             if count:
                 x = torch.randn(count, cases.HIDDEN)
                 cases.check(layers[0](x.clone()), cases.dense(mixture, tensors, x))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fourfold.errors import ConfigError, EngineError, PluginError
-from fourfold.messages import EngineNotice, ProcessFailed, ProcessReady, ProcessReport, RestartEngine
+from fourfold.messages import EngineNotice, ProcessFailed, ProcessReady, ProcessReport
 from fourfold.supervision.process_title import name_process
 from fourfold.supervision.run_directory import CONFIG_FILE
 
@@ -85,7 +85,7 @@ async def _serve(link: ParentLink, arguments: argparse.Namespace) -> Failure | N
         run_directory=arguments.run_directory,
         index=arguments.index,
         num_api_servers=arguments.num_api_servers,
-        restart_engine=lambda engine: _report(link, RestartEngine(engine=engine)),
+        restart_engine=partial(_report, link),
     )
     announcer = _Announcer(link)
     server = ApiServer(context, on_change=lambda: announcer.look(server), failed=lambda failure: _set(end, failure))

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from fourfold.config.engine_config import EngineConfig
 from fourfold.config.node_plan import plan_nodes
 from fourfold.entries import LoadBalancerContext
 from fourfold.errors import ConfigError, PluginError
-from fourfold.messages import EngineNotice
+from fourfold.messages import EngineNotice, RestartEngine
 from fourfold.plugins import PluginRegistry
 from fourfold.selection import select
 from fourfold.text.served_model import ServedModel, load_served_model
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 SHUTTING_DOWN = "the server is shutting down"
 _FLUSH_TIMEOUT = 2.0
 """Seconds for answers that were given an error to reach their clients."""
+_LOOK_EVERY = 0.5
+"""Seconds of a drain between looks at whether the replicas have fallen asleep."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +54,7 @@ class ApiServerContext:
     run_directory: Path
     index: int
     num_api_servers: int
-    restart_engine: Callable[[int], None]
+    restart_engine: Callable[[RestartEngine], None]
     """Asks the supervisor to restart a replica."""
 
 
@@ -129,11 +132,18 @@ class ApiServer:
         gc.freeze()
 
     async def drain(self, timeout: float) -> None:
-        """Take no new requests, and end those that have not ended after ``timeout`` seconds with an error."""
+        """Take no new requests, and end those that have not ended after ``timeout`` seconds with an error; all of them
+        at once while the replicas sleep, as none can end by itself then.
+        """
         self.state.start_draining()
-        left = await self._requests.wait(timeout)
+        deadline = time.monotonic() + timeout
+        left, remaining = len(self._requests), timeout
+        while left and remaining and not self.client.asleep:
+            remaining = max(0.0, deadline - time.monotonic())
+            left = await self._requests.wait(min(remaining, _LOOK_EVERY))
         if left:
-            logger.warning("%d requests are ended by --drain-timeout (%g s)", left, timeout)
+            why = "as the replicas sleep" if self.client.asleep else f"by --drain-timeout ({timeout:g} s)"
+            logger.warning("%d requests are ended %s", left, why)
             self.client.fail_all(SHUTTING_DOWN)
 
     async def close(self, *, forced: bool = False) -> None:

@@ -67,7 +67,7 @@ class Deployment:
                 run_directory=run_directory.path,
                 index=0,
                 num_api_servers=shape.num_api_servers,
-                restart_engine=supervisor.restart_engine,
+                restart_engine=supervisor.restart,
             ),
             on_change=self._announce,
             failed=self.gave_up,

@@ -196,7 +196,7 @@ class HeadlessNode:
             case ForgetClient():
                 self._engines.forget_client(order.client)
             case RestartEngine():
-                self._supervisor.restart_engine(order.engine)
+                self._supervisor.restart(order)
             case StateTold():
                 write_state(self._run_directory.path, order.state)
 

@@ -38,6 +38,8 @@ class LoopListener:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._target: asyncio.Future[Listener] = loop.create_future()
+        self.end_wish: asyncio.Future[None] = loop.create_future()
+        """Done once the end was requested, target or not."""
 
     def set_target(self, target: Listener) -> None:
         """Who hears everything, what was said before included. Call once, on the loop."""
@@ -61,7 +63,12 @@ class LoopListener:
 
     def end_requested(self) -> None:
         """Hand on."""
+        call_on_loop(self._loop, self._note_end)
         self._tell(lambda target: target.end_requested())
+
+    def _note_end(self) -> None:
+        if not self.end_wish.done():
+            self.end_wish.set_result(None)
 
     def _tell(self, what: Callable[[Listener], None]) -> None:
         # Callbacks of a future run in the order in which they were added, also once it is done.

@@ -125,11 +125,12 @@ class NodeHub:
 
     # --- on the supervisor's thread ----------------------------------------------------------------------------------
 
-    def restart(self, engine: int) -> None:
-        """Let an engine finish what it has and start it anew."""
+    def restart(self, order: RestartEngine) -> None:
+        """Hand on the wish to the node that has the engine, after the state that it is to start with."""
         for node, engines in self._present():
-            if engine in engines:
-                self._listener.send(node, pack(RestartEngine(engine=engine)))
+            if order.engine in engines:
+                self._listener.send(node, pack(StateTold(state=read_state(self._run_directory))))
+                self._listener.send(node, pack(order))
 
     def forget_client(self, client: int) -> None:
         """Let all engines end the requests of an API server that has died."""

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 
 from msgspec.structs import replace
 
-from fourfold.checkpoints.adapter_file import adapter_folder
 from fourfold.client.engine_client import EngineClient
-from fourfold.engine.operations import sleep_calls, update_calls
+from fourfold.engine.operations import Call, sleep_calls, update_calls
 from fourfold.engine.sleep import check_level, check_tags
 from fourfold.errors import RequestError
+from fourfold.messages import RestartEngine
+from fourfold.models.adapter_file import adapter_folder
 from fourfold.sleep_tags import TAGS, WEIGHTS
-from fourfold.supervision.deployment_state import WishedAdapter, changing_state
+from fourfold.supervision.deployment_state import StateChange, WishedAdapter, changing_state
+
+CallAll = Callable[[Sequence[Call]], Awaitable[None]]
 
 
 class Operations:
@@ -23,9 +28,12 @@ class Operations:
     when no engine is up; and EngineError for what fails on an engine.
     """
 
-    def __init__(self, client: EngineClient, *, timeout: float) -> None:
-        """``timeout``: seconds for each step of an operation on all engines."""
+    def __init__(self, client: EngineClient, restart: Callable[[RestartEngine], None], *, timeout: float) -> None:
+        """``restart`` asks the supervisor to restart an engine; ``timeout``: seconds for each step of an operation on
+        all engines.
+        """
         self._client = client
+        self._restart = restart
         self._timeout = timeout
 
     async def reset_prefix_cache(self) -> None:
@@ -35,55 +43,68 @@ class Operations:
     async def sleep(self, level: int) -> None:
         """Give memory back; running requests wait until all of it is there again."""
         check_level(level)
-        with changing_state(self._client.run_directory) as change:
+        with self._change() as (change, call_all):
             halt, *sleep = sleep_calls(level)
-            await self._client.call_all([halt], timeout=self._timeout)  # who cannot do it says so now
+            await call_all([halt])  # who cannot do it says so now
             change.write(replace(change.state, sleep_level=level, asleep=TAGS))
-            await self._client.call_all(sleep, timeout=self._timeout)
+            await call_all(sleep)
 
     async def wake_up(self, tags: Sequence[str]) -> None:
         """Take the memory named by ``tags`` again, all by default."""
         check_tags(tags)
-        with changing_state(self._client.run_directory) as change:
-            await self._client.call_all([("wake_up", {"tags": list(tags)})], timeout=self._timeout)
+        with self._change() as (change, call_all):
+            await call_all([("wake_up", {"tags": list(tags)})])
             asleep = tuple(tag for tag in change.state.asleep if tags and tag not in tags)
             change.write(replace(change.state, asleep=asleep))
 
     async def update_weights(self, model: str) -> None:
         """Go on with the weights of another checkpoint of the model; nothing changes unless it fits on every rank."""
-        with changing_state(self._client.run_directory) as change:
+        with self._change() as (change, call_all):
             halt, *load = update_calls(model)
-            await self._client.call_all([("check_weights", {"model": model}), halt], timeout=self._timeout)
+            await call_all([("check_weights", {"model": model}), halt])
             change.write(replace(change.state, weights=model))
-            await self._client.call_all(load, timeout=self._timeout)
+            await call_all(load)
             change.write(replace(change.state, asleep=tuple(tag for tag in change.state.asleep if tag != WEIGHTS)))
 
     async def load_adapter(self, name: str, folder: str, taken: Sequence[str]) -> None:
         """Let requests name a LoRA adapter, on all engines or none; ``taken`` are names that are not free for it."""
-        with changing_state(self._client.run_directory) as change:
+        with self._change() as (change, call_all):
             before = change.state
             if name in taken or any(adapter.name == name for adapter in before.adapters):
                 raise RequestError(f"a model {name!r} is served already; choose another name", parameter="lora_name")
             adapter = wished_adapter(name, folder)
-            self._client.check_all_up()
             try:
                 # Engines first: a name that can be read is a name that requests may use.
-                load = ("load_adapter", {"name": adapter.unique, "folder": adapter.folder})
-                await self._client.call_all([load], timeout=self._timeout)
+                await call_all([("load_adapter", {"name": adapter.unique, "folder": adapter.folder})])
             except BaseException:
-                await self._client.call_all([("unload_adapter", {"name": adapter.unique})], timeout=self._timeout)
+                await call_all([("unload_adapter", {"name": adapter.unique})])
                 raise
             change.write(replace(before, adapters=(*before.adapters, adapter)))
 
     async def unload_adapter(self, name: str) -> None:
         """Let no more requests name a LoRA adapter; those that do are finished."""
-        with changing_state(self._client.run_directory) as change:
+        with self._change() as (change, call_all):
             adapters = change.state.adapters
             found = next((adapter for adapter in adapters if adapter.name == name), None)
             if found is None:
                 raise RequestError(f"no LoRA adapter {name!r} is loaded", parameter="lora_name", status=404)
             change.write(replace(change.state, adapters=tuple(one for one in adapters if one is not found)))
-            await self._client.call_all([("unload_adapter", {"name": found.unique})], timeout=self._timeout)
+            await call_all([("unload_adapter", {"name": found.unique})])
+
+    @contextlib.contextmanager
+    def _change(self) -> Iterator[tuple[StateChange, CallAll]]:
+        """The right to change the state, and calls of all engines that are up now.
+
+        Others may have read the state before it changed: they are started anew, at once.
+        """
+        with changing_state(self._client.run_directory) as change:
+            before, engines = change.state, self._client.engines_up()
+            try:
+                yield change, partial(self._client.call_all, timeout=self._timeout, engines=engines)
+            finally:
+                if change.state != before:
+                    for engine in self._client.engines_missed(engines):
+                        self._restart(RestartEngine(engine=engine, now=True))
 
 
 def wished_adapter(name: str, folder: str) -> WishedAdapter:

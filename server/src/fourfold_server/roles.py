@@ -23,6 +23,7 @@ from fourfold.messages import (
     EngineStarting,
     ForgetClient,
     ProcessReady,
+    RestartEngine,
 )
 from fourfold.shared_memory import SharedMemory
 from fourfold.supervision.child_process import ChildCommand
@@ -65,8 +66,8 @@ class Shape:
 class Elsewhere(Protocol):
     """Engines that other nodes start and watch."""
 
-    def restart(self, engine: int) -> None:
-        """Let an engine finish what it has and start it anew."""
+    def restart(self, order: RestartEngine) -> None:
+        """Hand on the wish to the node that has the engine."""
 
     def forget_client(self, client: int) -> None:
         """Let all of them end the requests of an API server that has died."""
@@ -96,7 +97,7 @@ class EngineRole:
         self._generation = 1
         self._listeners: list[Callable[[EngineNotice], None]] = []
         self._told: dict[int, list[EngineNotice]] = {}
-        """What was said of the present incarnation of each engine, or of the last one that it started."""
+        """What was said of the present incarnation of each engine, and of the one before if that failed to start."""
         self.processes = [
             SupervisedProcess(
                 role="engine_core",
@@ -131,10 +132,10 @@ class EngineRole:
         if self._elsewhere is not None:
             self._elsewhere.forget_client(client)
 
-    def restart_elsewhere(self, engine: int) -> None:
+    def restart_elsewhere(self, order: RestartEngine) -> None:
         """See Engines."""
         if self._elsewhere is not None:
-            self._elsewhere.restart(engine)
+            self._elsewhere.restart(order)
 
     @property
     def ready_elsewhere(self) -> bool:
@@ -189,16 +190,17 @@ class EngineRole:
     def gone(self, process: SupervisedProcess) -> None:
         """See Role."""
         self._table.set_workers(process.index, [])
+        if process.start_failure:
+            incarnation, reason = process.incarnation, process.start_failure
+            self.tell(EngineDead(engine=process.index, incarnation=incarnation, reason=reason))
 
     def tell(self, notice: EngineNotice) -> None:
         """Tell every listener what becomes of an engine, of this node or of another one."""
         told = self._told.setdefault(notice.engine, [])
         if isinstance(notice, EngineStarting):
-            told.clear()
-        if isinstance(notice, EngineDead):
-            del told[1:]
-        else:
-            told.append(notice)
+            failed = len(told) > 1 and isinstance(told[-1], EngineDead) and isinstance(told[-2], EngineStarting)
+            told[:] = told[-2:] if failed else []
+        told.append(notice)
         for listener in self._listeners:
             listener(notice)
 

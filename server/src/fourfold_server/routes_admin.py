@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from fourfold.contracts.load_balancer import EngineState
 from fourfold.errors import RequestError
+from fourfold.messages import RestartEngine
 from fourfold_server.json_body import read_json_object
 from fourfold_server.replica_choice import check_rank
 from fourfold_server.state import ServerState
@@ -75,6 +76,6 @@ def _restart(state: ServerState, value: str) -> dict[str, int | str]:
     links = state.client.links
     link = links[check_rank(value, state.client.ranks, parameter="rank", status=404)]
     if link.state is not EngineState.READY:
-        raise RequestError(f"replica {link.rank} is {link.state}; only a ready one can be restarted", status=409)
-    state.restart_engine(link.engine)
+        raise RequestError(f"replica {link.rank} is {link.condition}; only a ready one can be restarted", status=409)
+    state.restart_engine(RestartEngine(engine=link.engine))
     return {"rank": link.rank, "state": str(EngineState.DRAINING)}

@@ -26,7 +26,7 @@ def operations_router(state: ServerState) -> APIRouter:
     @router.head("/readyz", include_in_schema=False)
     @router.get("/readyz", summary="Whether requests are taken now")
     async def ready() -> Response:
-        return _probe(state.unready_reason(), "ready", {})
+        return _probe(state.unready_reason(), "ready", _failing(state))
 
     @router.head("/health", include_in_schema=False)
     @router.get("/health", summary="Whether the engines make progress")
@@ -74,11 +74,17 @@ def _unhealthy_reason(state: ServerState) -> str | None:
     return state.unready_reason() or state.client.stalled(state.stall_timeout)
 
 
+def _failing(state: ServerState) -> dict[str, Any]:
+    """Replicas whose last start failed, if there are any: others serve, and yet somebody has to look."""
+    failing = [{"rank": link.rank, "error": link.failure} for link in state.client.links if link.failure]
+    return {"failing": failing} if failing else {}
+
+
 def _progress(state: ServerState) -> dict[str, Any]:
     engines = [
         {
             "engine": link.rank,
-            "state": link.state,
+            "state": link.condition,
             "running": link.stats.num_running,
             "waiting": link.stats.num_waiting,
             "steps": link.stats.num_steps,

@@ -7,12 +7,12 @@ import contextlib
 import logging
 import os
 import resource
-import signal
-import ssl
+import threading
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -20,21 +20,22 @@ from fourfold.config.click_options import ConfigCommand, config_options
 from fourfold.config.engine_config import EngineConfig
 from fourfold.config.node_plan import NodePlan, plan_nodes
 from fourfold.config.options import OptionSet
-from fourfold.config.resolution import resolve
 from fourfold.config.transport import encode_config
 from fourfold.errors import ConfigError, EngineError
 from fourfold.plugins import PluginRegistry, load_plugins
 from fourfold.supervision.parent_watch import connect_to_parent, started_by_parent
 from fourfold.supervision.process_title import name_process
 from fourfold_server.config import ServerConfig
+from fourfold_server.start_checks import check_certificate, check_config, check_lockstep
 
 if TYPE_CHECKING:
     from socket import socket
 
-    from fourfold.models.description import ModelDescription
     from fourfold.supervision.parent_watch import ParentLink
     from fourfold.supervision.run_directory import RunDirectory
     from fourfold_server.acceptor import Acceptor
+    from fourfold_server.deployment import Deployment
+    from fourfold_server.end_signals import EndSignals
     from fourfold_server.loop_listener import LoopListener
     from fourfold_server.node_hub import NodeHub
     from fourfold_server.process_table import ProcessTable
@@ -82,6 +83,7 @@ def serve(
     """
     # Here, so that `fourfold serve --help` stays quick.
     from fourfold.supervision.run_directory import RunDirectory
+    from fourfold_server.end_signals import EndSignals
     from fourfold_server.listening_socket import listen, url_of
     from fourfold_server.roles import Shape
 
@@ -92,12 +94,13 @@ def serve(
     _raise_open_file_limit()
     for warning in registry.warnings:
         logger.warning("%s", warning)
-    config = _check_config(config, server_config, registry)
-    _check_lockstep(plan, config)
+    config = check_config(config, server_config, registry)
+    check_lockstep(plan, config)
     if config.nodes.headless:
         _serve_headless(plan, config, server_config, registry, parent)
         return
-    _check_certificate(server_config)
+    check_certificate(server_config)
+    signals = EndSignals() if parent is None else None  # from now on there is something to clean up
     with listen(server_config.host, server_config.port) as listener, RunDirectory.create() as run_directory:
         _fill(run_directory, config, server_config, num_api_servers)
         launch = _Launch(
@@ -118,6 +121,7 @@ def serve(
             listener=listener,
             run_directory=run_directory,
             parent=parent,
+            signals=signals,
             started=started,
         )
         failure = launch.run()
@@ -137,6 +141,8 @@ class _Launch:
     listener: socket
     run_directory: RunDirectory
     parent: ParentLink | None
+    signals: EndSignals | None
+    """None where the parent says when to end."""
     started: float
 
     def run(self) -> Failure | None:
@@ -150,16 +156,14 @@ class _Launch:
         from fourfold_server.acceptor import Acceptor
         from fourfold_server.loop_listener import LoopListener
         from fourfold_server.process_table import ProcessTable
+        from fourfold_server.supervised_process import Failure
 
         loop = asyncio.get_running_loop()
         table = ProcessTable(self.run_directory)
         listener = LoopListener(loop)
-        if self.parent is None:
-            for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                # nohup ignores SIGHUP on purpose; shells ignore SIGINT of jobs behind &, but whoever sends it means it.
-                if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
-                    loop.add_signal_handler(signum, listener.end_requested)
-        else:
+        if self.signals is not None:
+            self.signals.listen(loop, listener.end_requested)
+        if self.parent is not None:
             self.parent.on_stop(listener.end_requested)
         acceptor = Acceptor(self.listener, listener.take_connection)
         hub = self._hub(table)
@@ -168,9 +172,12 @@ class _Launch:
         reason = "its head has failed"
         try:
             # Only now, so that the engine imports torch while this process imports its web framework.
-            from fourfold_server.deployment import Deployment
-
-            deployment = Deployment(
+            web = _import_deployment()
+            first: set[asyncio.Future[Any]] = {web, listener.end_wish}
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            if listener.end_wish.done():
+                return Failure(message="", status=0, immediate=True)
+            deployment = web.result()(
                 self.config,
                 self.server_config,
                 self.registry,
@@ -244,6 +251,22 @@ class _Launch:
         return supervisor
 
 
+def _import_deployment() -> asyncio.Future[type[Deployment]]:
+    """The class, imported on a thread that nothing waits for: it takes a second, and signals are heard meanwhile."""
+    found: Future[type[Deployment]] = Future()
+
+    def run() -> None:
+        try:
+            from fourfold_server.deployment import Deployment
+        except BaseException as error:
+            found.set_exception(error)
+        else:
+            found.set_result(Deployment)
+
+    threading.Thread(target=run, name="imports", daemon=True).start()
+    return asyncio.wrap_future(found)
+
+
 def _serve_headless(
     plan: NodePlan,
     config: EngineConfig,
@@ -297,8 +320,9 @@ def _end(failure: Failure) -> NoReturn:
     if failure.traceback:
         click.echo(failure.traceback.rstrip(), err=True)
     if failure.immediate:
-        # Threads may still be busy with requests that nobody waits for any more.
-        click.echo(f"Error: {failure.message}", err=True)
+        # Threads may still be busy with what nobody waits for any more.
+        if failure.message:
+            click.echo(f"Error: {failure.message}", err=True)
         os._exit(failure.status)
     raise ConfigError(failure.message) if failure.status == 2 else EngineError(failure.message)
 
@@ -312,53 +336,6 @@ def _wish_adapters(run_directory: RunDirectory, server_config: ServerConfig) -> 
     write_state(run_directory.path, DeploymentState(adapters=adapters))
 
 
-def _check_adapters(config: EngineConfig, server_config: ServerConfig, description: ModelDescription) -> None:
-    from fourfold.checkpoints.adapter_file import adapter_folder, read_adapter
-
-    adapters, lora = server_config.adapters, config.lora
-    if not adapters:
-        return
-    if not lora.enable_lora:
-        raise ConfigError("--lora-modules needs --enable-lora")
-    names = [*config.model.served_names, *(name for name, _ in adapters)]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ConfigError(f"--lora-modules: the name {twice!r} is there twice, as a model or an adapter")
-    if len(adapters) > lora.max_loras:
-        raise ConfigError(f"--lora-modules has {len(adapters)} adapters, and --max-loras is {lora.max_loras}; raise it")
-    for _, folder in adapters:
-        read_adapter(adapter_folder(folder), description, max_rank=lora.max_lora_rank)
-
-
-def _check_config(config: EngineConfig, server_config: ServerConfig, registry: PluginRegistry) -> EngineConfig:
-    """The config with ``auto`` resolved, after a look at the model's description."""
-    from fourfold.checkpoints.progress import NoProgress
-    from fourfold.checkpoints.resolve import describe_checkpoint
-    from fourfold.models.parallel_limits import check_cut
-
-    entry = registry.executors().get(config.backends.executor)
-    if entry is not None and entry.offline_only:
-        raise ConfigError(
-            f"--executor {entry.name} is for the offline LLM alone: {entry.offline_only}; choose another one, or auto"
-        )
-    resolved = resolve(config, registry)
-    logger.info("%s", "; ".join(resolved.reasons))
-    description = describe_checkpoint(config.model, registry, NoProgress())
-    check_cut(description, config.parallel)
-    _check_adapters(config, server_config, description)
-    return resolved.config
-
-
-def _check_lockstep(plan: NodePlan, config: EngineConfig) -> None:
-    parallel = config.parallel
-    here = len(plan.local) == plan.num_engines == parallel.data_parallel_size
-    if parallel.lockstep and not (here and plan.ranks_per_engine == parallel.layout.engine_world_size):
-        raise ConfigError(
-            "replicas that share experts must all be on one node, behind one server; leave out "
-            "--enable-expert-parallel, and each replica has all experts"
-        )
-
-
 def _raise_open_file_limit() -> None:
     """Every connection takes a descriptor, and shells give few of those that a process may have."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -367,15 +344,3 @@ def _raise_open_file_limit() -> None:
         soft = hard
     if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES:
         raise ConfigError(f"the limit of open files is {soft} (ulimit -n); {MIN_OPEN_FILES} or more")
-
-
-def _check_certificate(config: ServerConfig) -> None:
-    if config.ssl_certfile is None:
-        return
-    try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(
-            f"--ssl-certfile {config.ssl_certfile!r} and --ssl-keyfile {config.ssl_keyfile!r} do not go together: "
-            f"{error}"
-        ) from error

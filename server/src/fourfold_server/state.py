@@ -12,6 +12,7 @@ from typing import Any
 from fourfold.client.engine_client import EngineClient
 from fourfold.contracts.load_balancer import EngineState
 from fourfold.errors import RequestError
+from fourfold.messages import RestartEngine
 from fourfold.supervision.deployment_state import WatchedState, WishedAdapter
 from fourfold.text.served_model import ServedModel
 from fourfold_server.config import ServerConfig
@@ -29,8 +30,8 @@ class ServerState:
     served_names: tuple[str, ...]
     """The first is the one in replies."""
     topology: Callable[[], dict[str, Any]]
-    restart_engine: Callable[[int], None] = field(default=lambda engine: None)
-    """Wishes a replica restarted once its requests have ended."""
+    restart_engine: Callable[[RestartEngine], None] = field(default=lambda order: None)
+    """Wishes a replica restarted."""
     shared_metrics: Path | None = None
     """Where all API servers of the deployment keep their instruments; None: there is one."""
     operation_timeout: float = 600.0
@@ -54,7 +55,7 @@ class ServerState:
         self.metrics = Metrics(self.client, self.served_names[0], self.shared_metrics)
         self.text_pool = TextPool()
         self._wishes = WatchedState(self.client.run_directory)
-        self.operations = Operations(self.client, timeout=self.operation_timeout)
+        self.operations = Operations(self.client, self.restart_engine, timeout=self.operation_timeout)
 
     def start_draining(self) -> None:
         """Take no new requests, those whose bodies are not whole included. Twice is harmless."""
@@ -68,10 +69,10 @@ class ServerState:
             return "the server is shutting down"
         if self.model is None:
             return "the model is loading"
-        states = self.client.engine_states
-        if EngineState.READY in states:
+        links = self.client.links
+        if any(link.state is EngineState.READY for link in links):
             return None
-        return "no engine is ready: " + ", ".join(f"engine {index} is {state}" for index, state in enumerate(states))
+        return "no engine is ready: " + ", ".join(f"engine {link.engine} is {link.condition}" for link in links)
 
     def serving(self) -> ServedModel:
         """The model. Raises RequestError with status 503 when no request is taken now."""

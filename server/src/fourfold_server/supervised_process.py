@@ -40,6 +40,8 @@ class SupervisedProcess:
     """Monotonic time of the present incarnation's start."""
     ready: bool = False
     ever_ready: bool = False
+    start_failure: str = ""
+    """Why the last start failed of one that was ready before; empty once it is ready again."""
     planned_end: bool = False
     """Whether it ends because somebody wanted it restarted."""
     last_word: EngineFailed | ProcessFailed | None = None
@@ -85,8 +87,9 @@ class SupervisedProcess:
     def count_crash(self) -> float:
         """Note that it ended by itself; returns the seconds to wait before the next start.
 
-        The first restart is at once; a place that goes on failing backs off 1, 2, ... seconds.
+        The first restart is at once; a place that goes on failing backs off 1, 2, ... seconds. A start that fails is a
+        rapid crash however long it took.
         """
-        rapid = time.monotonic() - self.started < RAPID_CRASH_SECONDS
+        rapid = not self.ready or time.monotonic() - self.started < RAPID_CRASH_SECONDS
         self.rapid_crashes = self.rapid_crashes + 1 if rapid else 1
         return 0.0 if self.rapid_crashes == 1 else min(MAX_DELAY, 2.0 ** (self.rapid_crashes - 2))

@@ -77,7 +77,7 @@ class Engines(Role, Protocol):
     def drain(self, process: SupervisedProcess) -> None:
         """Let it finish its requests and end."""
 
-    def restart_elsewhere(self, engine: int) -> None:
+    def restart_elsewhere(self, order: RestartEngine) -> None:
         """Have another node restart its engine."""
 
     @property
@@ -133,12 +133,15 @@ class Supervisor:
         if not self._ended:
             self._give_up(failure)
 
-    def restart_engine(self, index: int) -> None:
-        """Let an engine finish what it has and start it anew; nothing happens unless it is ready."""
-        self._events.put(partial(self._drain_engine, index))
+    def restart(self, order: RestartEngine) -> None:
+        """Let an engine finish what it has and start it anew, if it is ready; or start it anew now, in any state."""
+        self._events.put(partial(self._obey, order))
 
     def stop_all(self, role: str) -> None:
-        """Ask all processes of a role to end by themselves; they are not started again. Once more: asks again."""
+        """Ask all processes of a role to end by themselves; they are not started again. Once more: asks again.
+
+        Those that are not ready yet have nothing to finish, and are ended.
+        """
         self._events.put(partial(self._stop_all, role))
 
     def wait(self, role: str, timeout: float) -> list[str]:
@@ -187,8 +190,10 @@ class Supervisor:
         for process in self._all():
             if process.role == role:
                 process.wake_time = None
-                if process.child is not None:
+                if process.child is not None and process.ready:
                     process.child.request_stop()
+                elif process.child is not None:
+                    _kill(process.child)
 
     # --- a process starts ----------------------------------------------------------------------------------------
 
@@ -218,6 +223,7 @@ class Supervisor:
         match message:
             case EngineReady() | ProcessReady():
                 process.ready = process.ever_ready = True
+                process.start_failure = ""
                 process.wake_time = None
                 if process.child is not None:
                     detail = role.describe(message)
@@ -229,15 +235,30 @@ class Supervisor:
                     if process.ready and process.child is not None:  # it has yet to end its workers
                         self._lose(role, process, process.child, message)
             case RestartEngine():
-                self._drain_engine(message.engine)
+                self._obey(message)
 
     # --- a process ends ------------------------------------------------------------------------------------------
 
-    def _drain_engine(self, index: int) -> None:
-        process = next((one for one in self._engines.processes if one.index == index), None)
+    def _obey(self, order: RestartEngine) -> None:
+        process = next((one for one in self._engines.processes if one.index == order.engine), None)
         if process is None:
-            self._engines.restart_elsewhere(index)
-            return
+            self._engines.restart_elsewhere(order)
+        elif order.now:
+            self._start_over(process)
+        else:
+            self._drain_engine(process)
+
+    def _start_over(self, process: SupervisedProcess) -> None:
+        """With what holds now: what it started with does no more."""
+        process.rapid_crashes = 0
+        if process.child is not None:
+            # One that is bound to others takes them with it when it crashes, and not when that is planned.
+            process.planned_end = not self._engines.bound
+            _kill(process.child)
+        elif process.wake_time is not None:
+            process.wake_at(time.monotonic(), process.on_wake)
+
+    def _drain_engine(self, process: SupervisedProcess) -> None:
         if process.child is None or not process.ready or process.planned_end or process.last_word is not None:
             return
         if self._engines.bound:
@@ -264,6 +285,8 @@ class Supervisor:
         process.child, process.wake_time = None, None
         self._table.remove(process.role, process.label)
         failure = process.explain(how)
+        failed = process.ever_ready and not process.ready and not process.planned_end
+        process.start_failure = failure.message if failed else ""
         if process.ready and process.last_word is None:
             role.lost(process, "it is being restarted" if process.planned_end else failure.message)
         role.gone(process)

@@ -32,8 +32,9 @@ def read_topology(run_directory: Path, parallel: ParallelConfig, client: EngineC
             {
                 "rank": link.rank,
                 "label": f"DP{link.rank}",
-                "state": "running" if link.state is EngineState.READY else str(link.state),
+                "state": "running" if link.state is EngineState.READY else link.condition,
                 "incarnation": link.incarnation,
+                **({"error": link.failure} if link.failure else {}),
                 **_communicators(link.ready),
             }
             for link in client.links

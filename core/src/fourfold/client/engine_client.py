@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,13 +158,19 @@ class EngineClient:
         for in_flight in requests.values():
             in_flight.fail(reason)
 
-    async def call_all(self, calls: Sequence[Call], *, timeout: float) -> None:
+    async def call_all(
+        self, calls: Sequence[Call], *, timeout: float, engines: Mapping[int, int] | None = None
+    ) -> None:
         """See ``UtilityCalls.call_all``."""
-        await self._utilities.call_all(calls, timeout=timeout)
+        await self._utilities.call_all(calls, timeout=timeout, engines=engines)
 
-    def check_all_up(self) -> None:
-        """Raise as ``call_all`` does where it would make no call at all."""
-        self._utilities.engines_up()
+    def engines_up(self) -> dict[int, int]:
+        """See ``UtilityCalls.engines_up``."""
+        return self._utilities.engines_up()
+
+    def engines_missed(self, engines: Mapping[int, int]) -> list[int]:
+        """See ``UtilityCalls.engines_missed``."""
+        return self._utilities.engines_missed(engines)
 
     async def call_utility(self, engine: int, method: str, **arguments: Any) -> Any:
         """See ``UtilityCalls.call``; with this client's timeout."""
@@ -176,6 +182,12 @@ class EngineClient:
     def engine_states(self) -> list[EngineState]:
         """One an engine."""
         return [link.state for link in self._links]
+
+    @property
+    def asleep(self) -> bool:
+        """Whether operators let the engines sleep, so that no request gets on until they wake them."""
+        states = self.engine_states
+        return EngineState.ASLEEP in states and not {EngineState.READY, EngineState.DRAINING} & set(states)
 
     @property
     def links(self) -> list[EngineLink]:
@@ -225,6 +237,8 @@ class EngineClient:
             case EngineDead():
                 link = self._links[notice.engine]
                 if notice.incarnation == link.incarnation and link.state is not EngineState.DEAD:
+                    if link.state is EngineState.STARTING and not notice.planned:
+                        link.failure = notice.reason
                     self.mark_dead(notice.engine, notice.reason, planned=notice.planned)
 
     def set_incarnation(self, engine: int, incarnation: int) -> None:
@@ -245,7 +259,7 @@ class EngineClient:
         if ready.incarnation == link.incarnation and link.state is not EngineState.STARTING:
             return
         self.set_incarnation(ready.engine, ready.incarnation)
-        link.ready = ready
+        link.ready, link.failure = ready, ""
         link.state = link.awake_state
         self._place_homeless()
 

@@ -41,6 +41,8 @@ class EngineLink:
         self.stats = EngineStats()
         self.reason = ""
         """Why it is dead."""
+        self.failure = ""
+        """Why its last start failed; empty once it is ready."""
         self.last_progress = time.monotonic()
         """When a step was last heard of, or waited for anew."""
         self._table = table
@@ -84,6 +86,11 @@ class EngineLink:
     @state.setter
     def state(self, state: EngineState) -> None:
         self._table.set_state(self.engine, state)
+
+    @property
+    def condition(self) -> str:
+        """The state in a word, which is ``failing`` for one whose last start failed, until it is ready."""
+        return "failing" if self.failure else str(self.state)
 
     @property
     def awake_state(self) -> EngineState:

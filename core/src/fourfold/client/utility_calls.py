@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fourfold.client.engine_link import EngineLink
@@ -12,6 +12,9 @@ from fourfold.contracts.load_balancer import EngineState
 from fourfold.engine.operations import Call
 from fourfold.errors import EngineError, ExecutorFailed, RequestError
 from fourfold.messages import CallUtility, UtilityReply
+
+_UP = (EngineState.READY, EngineState.ASLEEP)
+_NONE_UP = "no engine is up; try again later"
 
 
 class UtilityCalls:
@@ -45,14 +48,21 @@ class UtilityCalls:
         finally:
             self._waiting.pop(call_id, None)
 
-    async def call_all(self, calls: Sequence[Call], *, timeout: float) -> None:
-        """Make calls one after the other, each on every engine that is up before the next one; ``timeout`` is each's.
+    async def call_all(
+        self, calls: Sequence[Call], *, timeout: float, engines: Mapping[int, int] | None = None
+    ) -> None:
+        """Make calls one after the other, each on all ``engines`` before the next one; ``timeout`` is each's.
 
-        An engine that dies meanwhile is passed over: whoever starts it again tells it. Raises RequestError for what an
-        engine refuses, with status 409 while one starts and 503 when none is up; EngineError for what fails.
+        ``engines`` are those of ``engines_up``, of this moment by default. One that dies meanwhile is passed over:
+        whoever starts it again tells it. Raises RequestError for what an engine refuses, with status 409 while one
+        starts and 503 when none is up; EngineError for what fails.
         """
+        engines = self.engines_up() if engines is None else engines
         for method, arguments in calls:
-            up = self.engines_up()
+            missed = self.engines_missed(engines)
+            up = [engine for engine in engines if engine not in missed]
+            if not up:
+                raise RequestError(_NONE_UP, status=503)
             answers = await asyncio.gather(
                 *(self.call(engine, method, arguments, timeout=timeout) for engine in up), return_exceptions=True
             )
@@ -85,16 +95,26 @@ class UtilityCalls:
                     ExecutorFailed(f"engine {engine} died during {waiting.method!r}: {reason}")
                 )
 
-    def engines_up(self) -> list[int]:
-        """Those that ``call_all`` would call; raises as it does."""
-        states = [link.state for link in self._links]
-        if EngineState.STARTING in states:
-            starting = states.index(EngineState.STARTING)
-            raise RequestError(f"engine {starting} is starting; try again when all are ready", status=409)
-        up = [engine for engine, state in enumerate(states) if state in (EngineState.READY, EngineState.ASLEEP)]
+    def engines_up(self) -> dict[int, int]:
+        """Engine -> incarnation of those that ``call_all`` would call; raises as it does. One that starts again and
+        again is not waited for: what is wished of the others may help it.
+        """
+        for link in self._links:
+            if link.state is EngineState.STARTING and not link.failure:
+                raise RequestError(f"engine {link.engine} is starting; try again when all are ready", status=409)
+        up = {link.engine: link.incarnation or 0 for link in self._links if link.state in _UP}
         if not up:
-            raise RequestError("no engine is up; try again later", status=503)
+            raise RequestError(_NONE_UP, status=503)
         return up
+
+    def engines_missed(self, engines: Mapping[int, int]) -> list[int]:
+        """Those that are not as ``engines_up`` found them, or not in it, and do not end already."""
+        return [
+            link.engine
+            for link in self._links
+            if not (link.state in _UP and engines.get(link.engine) == link.incarnation)
+            and link.state is not EngineState.DRAINING
+        ]
 
 
 class _Waiting:

@@ -14,6 +14,7 @@ from fourfold.config.node_config import NodeConfig
 from fourfold.config.parallel_config import ParallelConfig
 from fourfold.config.scheduler_config import SchedulerConfig
 from fourfold.config.timeout_config import TimeoutConfig
+from fourfold.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,3 +31,7 @@ class EngineConfig:
     nodes: NodeConfig = field(default_factory=NodeConfig)
     plugins: Mapping[str, Any] = field(default_factory=dict)
     """Settings of plugins: plugin name -> its own frozen dataclass."""
+
+    def __post_init__(self) -> None:
+        if self.lora.enable_lora and self.parallel.enable_dbo:
+            raise ConfigError("--enable-lora says for a whole step whose tokens are whose; leave --enable-dbo out")

@@ -28,8 +28,8 @@ class ParallelConfig:
     enable_expert_parallel: bool = False
     """Whether each rank holds whole experts of a mixture, in place of a part of every one."""
     enable_dbo: bool = False
-    """Whether a step's tokens go through the layers as two microbatches, one of which computes while those of the
-    other travel to their experts.
+    """Whether a step's tokens go through the layers as two microbatches, one of which computes while what ranks tell
+    each other about the other one is on its way.
     """
     dbo_decode_tokens: int = 32
     """Tokens of a step of decodes from which it is cut in two."""

@@ -61,6 +61,12 @@ class ProcessGroupCommunicator:
         self._run("all_reduce", lambda group: group.allreduce([dense]))
         return dense
 
+    def start_all_reduce(self, tensor: torch.Tensor, *, channel: int = 0) -> StartedSum:
+        """See ``fourfold.contracts.split_sum.SplitSums``; the group itself works on it meanwhile."""
+        dense = self._dense("start_all_reduce", tensor, channel)
+        group = self._open()
+        return StartedSum(self.named("all_reduce", lambda: group.allreduce([dense])), dense, self)
+
     def all_gather(self, tensor: torch.Tensor, *, sizes: Sequence[int] | None = None, channel: int = 0) -> torch.Tensor:
         """See Communicator; uneven rows travel padded to the longest."""
         dense = self._dense("all_gather", tensor, channel)
@@ -215,15 +221,23 @@ class ProcessGroupCommunicator:
         self._pipes[source, destination] += 1
         return self._pipes[source, destination]
 
-    def _run(self, operation: str, start: Callable[[Any], Any]) -> None:
-        group = self._open()
+    def named(self, operation: str, call: Callable[[], Any]) -> Any:
+        """What ``call`` returns, a part of a collective; raises as the collective does."""
         try:
-            start(group).wait()
-            if self._synchronize is not None:
-                self._synchronize()
+            return call()
         except RuntimeError as error:
             peers = [place for place in range(self.world_size) if place != self.rank]
             raise self.timed_out(operation, error, peers) from error
+
+    def finish(self, work: Any) -> None:
+        """Wait for what the group has started."""
+        work.wait()
+        if self._synchronize is not None:
+            self._synchronize()
+
+    def _run(self, operation: str, start: Callable[[Any], Any]) -> None:
+        group = self._open()
+        self.named(operation, lambda: self.finish(start(group)))
 
     def _open(self) -> Any:
         if self._group is None:
@@ -235,6 +249,20 @@ class ProcessGroupCommunicator:
         if channel >= self.channels:
             raise Unsupported(f"there is no channel {channel}; this communicator has {self.channels}")
         return tensor.contiguous()
+
+
+class StartedSum:
+    """See ``fourfold.contracts.split_sum.PendingSum``; holds the tensor until done."""
+
+    def __init__(self, work: Any, tensor: torch.Tensor, owner: ProcessGroupCommunicator) -> None:
+        self._work = work
+        self._tensor = tensor
+        self._owner = owner
+
+    def wait(self) -> torch.Tensor:
+        """See PendingSum."""
+        self._owner.named("all_reduce", lambda: self._owner.finish(self._work))
+        return self._tensor
 
 
 class WorkHandle:

@@ -54,7 +54,8 @@ def fourfold_communicators() -> list[CommunicatorEntry]:
 
     Called once in every process, when plugins are loaded. ``build(CommunicatorContext)`` runs on every rank of a group
     at once and returns a ``fourfold.contracts.communicator.Communicator``. The capability ``one_host`` says that it
-    connects ranks of one host alone; ``auto`` then takes another one for groups that span several.
+    connects ranks of one host alone; ``auto`` then takes another one for groups that span several. One that can start
+    a sum and wait for it later offers ``fourfold.contracts.split_sum.SplitSums`` too, for ``--enable-dbo``.
 
     Returns a list of entries. Two plugins that offer one name are an error.
 
@@ -82,7 +83,8 @@ def fourfold_parallel_layers() -> list[ParallelLayerEntry]:
     """Offer parallel layers, by kind and name for ``--parallel-layer``: how a layer is cut over the ranks.
 
     Called once in every process, when plugins are loaded. ``build(ParallelLayerContext)`` runs once a layer and
-    returns a ``fourfold.contracts.parallel_layer.ParallelLayer``.
+    returns a ``fourfold.contracts.parallel_layer.ParallelLayer``. With ``--enable-expert-parallel`` a moe layer needs
+    the capability ``expert_parallel``; with ``--enable-dbo`` rows and moe layers that add up need ``microbatches``.
 
     Returns a list of entries. Names are unique within a ``kind``.
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, cast
 
 from fourfold.entries import ExpertsContext
 from fourfold.errors import ConfigError
+from fourfold.layers.backends import build_backend
 from fourfold.layers.partition import cut_features
 from fourfold.layers.router import RouterGate
 from fourfold.layers.shared_experts import SharedExperts
-from fourfold.models.backends import build_backend
 
 if TYPE_CHECKING:
     import torch
@@ -56,10 +56,13 @@ class MixtureParallelLayer:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H]."""
-        out = self._experts(x, *self._router(x))
-        if self._shared is not None:
-            out = out + self._shared(x)
+        out = self.part(x)
         return out if self._communicator is None else self._communicator.all_reduce(out)
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``fourfold.contracts.parallel_layer.SummedLayer``."""
+        out = self._experts(x, *self._router(x))
+        return out if self._shared is None else out + self._shared(x)
 
 
 def build_experts(context: ParallelLayerContext, *, num_experts: int, intermediate_size: int) -> tuple[str, Experts]:

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from fourfold.errors import Unsupported
-from fourfold.worker.philox import gumbel_entries, gumbel_rows
+from fourfold.layers.philox import gumbel_entries, gumbel_rows
 
 if TYPE_CHECKING:
     from fourfold.entries import ComputeContext

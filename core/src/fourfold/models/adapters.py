@@ -14,9 +14,9 @@ from fourfold.checkpoints.safetensors_file import MappedFile
 from fourfold.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from fourfold.checkpoints.adapter_file import Adapter
     from fourfold.contracts.parallel_layer import TensorSlices
     from fourfold.layers.lora_linear import LoraLinearMethod
+    from fourfold.models.adapter_file import Adapter
 
 Int64 = npt.NDArray[np.int64]
 Upload = Callable[[npt.NDArray[Any]], torch.Tensor]

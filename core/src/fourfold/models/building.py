@@ -14,6 +14,7 @@ from fourfold.contracts.operators import Foresight
 from fourfold.contracts.parallel_layer import SummedLayer
 from fourfold.entries import AttentionContext, ComputeContext
 from fourfold.errors import Unsupported
+from fourfold.layers.backends import build_backend, log_passed_over
 from fourfold.layers.latent_attention import ValueOutput
 from fourfold.layers.lora_linear import LoraLinearMethod
 from fourfold.layers.partition import cut_heads
@@ -21,7 +22,6 @@ from fourfold.layers.rotary import rotary_table
 from fourfold.layers.weight_memory import WeightMemory
 from fourfold.layers.whole_norm import WholeNorm
 from fourfold.models.adapters import AdapterSlots, AdapterTarget
-from fourfold.models.backends import build_backend, log_passed_over
 from fourfold.models.decoder import Decoder
 from fourfold.models.decoder_layer import DecoderLayer, HeadNorm, LayerParts
 from fourfold.models.feed_forward import DenseFeedForward
@@ -122,6 +122,8 @@ class DecoderBuilder:
             )
         enabled = config.lora.enable_lora
         self._lora = LoraLinearMethod(self._method, device=device, dtype=dtype) if enabled else None
+        self._shared: dict[str, StepPart] = {}
+        """What layers have in common."""
         self._factory = ParallelLayerFactory(
             config,
             registry,
@@ -130,13 +132,12 @@ class DecoderBuilder:
             device=device,
             dtype=dtype,
             adapted_method=self._lora,
+            shared=self._shared,
         )
         self._chosen = {"attention": attention_name, "linear_method": linear_name, "operators": operators_name}
         self._parameters: dict[str, Load] = {}
         self._summing_norm: SummingNorm | None = None
         self._targets: dict[str, AdapterTarget] = {}
-        self._shared: dict[str, StepPart] = {}
-        """What moe layers have in common."""
         self._expert_memory = None if description.mixture is None else WeightMemory(device)
 
     def build(self) -> BuiltDecoder:
@@ -309,7 +310,6 @@ class DecoderBuilder:
             activation=d.activation,
             operators=self._operators,
             registry=self._registry,
-            shared=self._shared,
             expert_memory=self._expert_memory,
             expert_group=self._expert_group,
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 from fourfold.contracts.parallel_layer import LayerKind
 from fourfold.entries import ParallelLayerContext
 from fourfold.errors import ConfigError
-from fourfold.models.backends import build_backend
+from fourfold.layers.backends import build_backend
 
 if TYPE_CHECKING:
     import torch
@@ -15,9 +15,12 @@ if TYPE_CHECKING:
     from fourfold.config.engine_config import EngineConfig
     from fourfold.contracts.linear_method import LinearMethod
     from fourfold.contracts.parallel_layer import ParallelLayer
+    from fourfold.contracts.step_part import StepPart
     from fourfold.distributed.group_coordinator import GroupCoordinator
+    from fourfold.entries import ParallelLayerEntry
     from fourfold.plugins import PluginRegistry
 
+_SUMMED: Final = ("row", "moe")
 _ADAPTED: Final = ("column", "row", "merged_column", "qkv")
 
 
@@ -34,14 +37,19 @@ class ParallelLayerFactory:
         device: torch.device,
         dtype: torch.dtype,
         adapted_method: LinearMethod | None = None,
+        shared: dict[str, StepPart] | None = None,
     ) -> None:
-        """``adapted_method`` is for layers that LoRA adapters may change; by default it is ``linear_method`` too."""
+        """``adapted_method`` is for layers that LoRA adapters may change; by default it is ``linear_method`` too.
+
+        ``shared`` is filled with what the layers have in common.
+        """
         self._config = config
         self._group = group
         self._linear_method = linear_method
         self._adapted_method = adapted_method or linear_method
         self._device = device
         self._dtype = dtype
+        self._shared = {} if shared is None else shared
         self._names = names_by_kind(config.backends.parallel_layer)
         self._entries = registry.parallel_layers()
         self.chosen: dict[str, str] = {}
@@ -62,6 +70,7 @@ class ParallelLayerFactory:
             in_features=in_features,
             out_sizes=out_sizes,
             bias=bias,
+            shared=self._shared,
             **special,
         )
         entries = {entry.name: entry for (of_kind, _), entry in self._entries.items() if of_kind == kind}
@@ -70,14 +79,22 @@ class ParallelLayerFactory:
         self.chosen[kind], layer = build_backend(
             f"{kind} parallel layer", entries, wanted, self._config, lambda entry: entry.build(context)
         )
-        spreads = "expert_parallel" in entries[self.chosen[kind]].capabilities
-        if kind == "moe" and self._config.parallel.enable_expert_parallel and not spreads:
-            raise ConfigError(
-                f"--enable-expert-parallel is given, and moe parallel layer {self.chosen[kind]!r} cuts every expert; "
-                "install a plugin that offers one with the capability expert_parallel, or leave moe=... out of "
-                "--parallel-layer"
-            )
+        self._check(kind, entries[self.chosen[kind]])
         return layer
+
+    def _check(self, kind: LayerKind, entry: ParallelLayerEntry) -> None:
+        """Refuse a layer that cannot do what the options ask for."""
+        parallel = self._config.parallel
+        asked = {
+            "expert_parallel": ("--enable-expert-parallel", kind == "moe" and parallel.enable_expert_parallel),
+            "microbatches": ("--enable-dbo", kind in _SUMMED and parallel.enable_dbo and self._group.world_size > 1),
+        }
+        for capability, (option, applies) in asked.items():
+            if applies and capability not in entry.capabilities:
+                raise ConfigError(
+                    f"{option} is given, and {kind} parallel layer {entry.name!r} has not the capability {capability}; "
+                    f"install a plugin that offers one with it, or leave {kind}=... out of --parallel-layer"
+                )
 
 
 def names_by_kind(option: str) -> dict[str, str]:

@@ -15,8 +15,12 @@ if TYPE_CHECKING:
 
 def check_cut(description: ModelDescription, parallel: ParallelConfig) -> None:
     """Raise ConfigError naming what would do, where the model cannot be cut as ``parallel`` says."""
-    if parallel.enable_dbo and not parallel.enable_expert_parallel:
-        raise ConfigError("--enable-dbo overlaps tokens' travel to experts; it needs --enable-expert-parallel")
+    spread = parallel.enable_expert_parallel and parallel.data_parallel_size > 1
+    if parallel.enable_dbo and parallel.tensor_parallel_size == 1 and not spread:
+        raise ConfigError(
+            "--enable-dbo overlaps what ranks tell each other, and none does here; it needs --tensor-parallel-size 2 "
+            "or more, or replicas with --enable-expert-parallel"
+        )
     if parallel.enable_expert_parallel and description.mixture is None:
         raise ConfigError(
             f"{description.architecture} has no experts to spread over ranks; leave out --enable-expert-parallel"

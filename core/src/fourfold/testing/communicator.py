@@ -58,6 +58,9 @@ class CommunicatorConformance(Conformance):
         first, *others = run(cases.reduces)
         assert all(other == first for other in others)
 
+    def test_sums_in_two_halves_are_right_where_there_are_any(self, run: Run) -> None:
+        assert len(set(run(cases.splits_sums))) == 1
+
     def test_rows_are_gathered_and_scattered(self, run: Run) -> None:
         run(cases.gathers_and_scatters)
 

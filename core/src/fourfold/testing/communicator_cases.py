@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fourfold.contracts.communicator import Communicator, Receiver, Sender
+from fourfold.contracts.split_sum import SplitSums
 from fourfold.distributed.self_test import self_test
 from fourfold.distributed.store import scoped
 from fourfold.entries import CommunicatorContext
@@ -93,6 +94,29 @@ def reduces(rank: Rank, name: str, device: str) -> list[str]:
         total = torch.stack([data(one, (6, 10), torch.float32, device).t().double() for one in range(world)]).sum(0)
         check(communicator.all_reduce(strided), total.float())
     return found
+
+
+def splits_sums(rank: Rank, name: str, device: str) -> bool:
+    """Two sums in the air at once, with other collectives in their way; False where sums are not split."""
+    world, mine = rank.world_size, rank.rank
+    with connected(rank, name, device) as communicator:
+        if not isinstance(communicator, SplitSums):
+            return False
+        line = communicator.channels - 1
+        for seed, shape in enumerate(SIZES):
+            sums = []
+            for channel in (0, line):
+                everyone = [data(one, shape, torch.float32, device, seed=2 * seed + channel) for one in range(world)]
+                total = torch.stack([one.double() for one in everyone]).sum(0).float()
+                sums.append((communicator.start_all_reduce(everyone[mine].clone(), channel=channel), total))
+            if seed % 2:
+                ones = torch.ones(3, device=device)
+                check(communicator.all_reduce(ones.clone(), channel=0), world * ones)
+                check(communicator.all_gather(ones.clone(), channel=line), ones.repeat(world))
+            for pending, total in sums[:: 1 if seed % 3 else -1]:
+                check(pending.wait(), total)
+        check(communicator.all_reduce(torch.ones(3, device=device)), torch.full((3,), float(world), device=device))
+    return True
 
 
 def gathers_and_scatters(rank: Rank, name: str, device: str) -> None:
@@ -264,6 +288,7 @@ def shares_memory(rank: Rank, name: str, device: str) -> str:
         try:
             memory = communicator.peer_memory(1000)
         except Unsupported:
+            communicator.barrier()  # a peer may still be connecting
             return "Unsupported"
         for one in range(rank.world_size):
             memory.buffer(one)[rank.rank] = 10 * rank.rank + one

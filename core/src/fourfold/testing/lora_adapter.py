@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fourfold.checkpoints.adapter_file import CONFIG, WEIGHTS
 from fourfold.checkpoints.safetensors_file import SafetensorsWriter
+from fourfold.models.adapter_file import CONFIG, WEIGHTS
 
 if TYPE_CHECKING:
     from fourfold.checkpoints.resolve import Checkpoint

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from fourfold.checkpoints.adapter_file import read_adapter
 from fourfold.checkpoints.progress import NoProgress, make_progress
 from fourfold.checkpoints.resolve import AUTO, Checkpoint, resolve_checkpoint
 from fourfold.checkpoints.sharded_writing import copy_side_files, write_shard
@@ -26,6 +25,7 @@ from fourfold.distributed.connection import connect
 from fourfold.distributed.stage_transport import StageTransport
 from fourfold.errors import ConfigError, EngineError
 from fourfold.messages import InitializeCache, StepMessage, WorkerInfo
+from fourfold.models.adapter_file import read_adapter
 from fourfold.models.loading import build_model, load_model
 from fourfold.models.tensor_table import HEAD
 from fourfold.plugins import load_plugins

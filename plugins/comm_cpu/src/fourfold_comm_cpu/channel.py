@@ -21,6 +21,12 @@ class Channel(Protocol):
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum in place."""
 
+    def start_all_reduce(self, tensor: torch.Tensor) -> None:
+        """The half of ``all_reduce`` that waits for nobody; no other collective may run before the other half."""
+
+    def finish_all_reduce(self, tensor: torch.Tensor) -> None:
+        """The other half, with the same tensor."""
+
     def all_gather(self, tensor: torch.Tensor, out: torch.Tensor, nbytes: Sequence[int]) -> None:
         """Into ``out`` ``nbytes[r]`` bytes of every rank r, in order."""
 

@@ -16,11 +16,13 @@ from fourfold.config.resolution import cpu_features
 from fourfold.errors import Unsupported
 from fourfold.native_build import NativeLibrary, ensure_built
 
-ABI_VERSION: Final = 1
+ABI_VERSION: Final = 2
 FLAGS: Final = ("-O3", "-std=c++17", "-march=native", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden")
 _POINTER, _NUMBER, _UNSIGNED = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
 _FUNCTIONS: Final[Mapping[str, tuple[type, ...]]] = {
     "ff_all_reduce": (_POINTER, _POINTER, _NUMBER, _NUMBER),
+    "ff_start_all_reduce": (_POINTER, _POINTER, _NUMBER, _NUMBER),
+    "ff_finish_all_reduce": (_POINTER, _POINTER, _NUMBER, _NUMBER),
     "ff_gather": (_POINTER, _POINTER, _POINTER, _NUMBER, _NUMBER, _NUMBER),
     "ff_all_gather": (_POINTER, _POINTER, _POINTER, _POINTER),
     "ff_reduce_scatter": (_POINTER, _POINTER, _POINTER, _POINTER, _NUMBER),

@@ -102,13 +102,20 @@ class NativeChannel:
         code = SUMMABLE[tensor.dtype]
         recorder = current_recorder()
         if recorder is None:
-            if failure := self._all_reduce(self._address, tensor.data_ptr(), tensor.numel(), code):
-                self._fail(failure, f"all_reduce of {tensor.dtype} {list(tensor.shape)}")
+            self._sum(self._all_reduce, tensor)
             return
         call = _AllReduceCall(self._address, tensor.data_ptr(), tensor.numel(), code)
         recorder.record_call(
             self._recorded_all_reduce, ctypes.addressof(call), tensors=(tensor,), keep=(call, self._state, self._memory)
         )
+
+    def start_all_reduce(self, tensor: torch.Tensor) -> None:
+        """See Channel."""
+        self._sum(self._library.ff_start_all_reduce, tensor)
+
+    def finish_all_reduce(self, tensor: torch.Tensor) -> None:
+        """See Channel."""
+        self._sum(self._library.ff_finish_all_reduce, tensor)
 
     def all_gather(self, tensor: torch.Tensor, out: torch.Tensor, nbytes: Sequence[int]) -> None:
         """See Channel."""
@@ -200,6 +207,10 @@ class NativeChannel:
             base + layout.message_bell(peer),
         )
         return moved
+
+    def _sum(self, function: ctypes._NamedFuncPointer, tensor: torch.Tensor) -> None:
+        if failure := function(self._address, tensor.data_ptr(), tensor.numel(), SUMMABLE[tensor.dtype]):
+            self._fail(failure, f"all_reduce of {tensor.dtype} {list(tensor.shape)}")
 
     def _fail(self, failure: int, operation: str) -> None:
         places = [place for place in range(self._layout.world_size) if failure >> place & 1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -79,6 +79,8 @@ class ShmCommunicator:
         pieces = [memory[at : at + layout.nbytes] for at in range(0, CHANNELS * layout.nbytes, layout.nbytes)]
         self._channels: list[Channel] = [make(piece, layout, self._member) for piece in pieces]
         self._mailboxes = [Mailbox(channel, self._member) for channel in self._channels]
+        self._started: dict[int, StartedSum] = {}
+        """The last one in each channel."""
         self._peer_memories = 0
         self._pipes: Counter[tuple[int, int]] = Counter()
 
@@ -87,15 +89,24 @@ class ShmCommunicator:
         if tensor.dtype not in SUMMABLE:
             raise Unsupported(f"shared memory does not sum {tensor.dtype}")
         dense = tensor if tensor.is_contiguous() else tensor.contiguous()
-        self._open_channel(channel).all_reduce(dense)
+        self._idle_channel(channel).all_reduce(dense)
         return dense
+
+    def start_all_reduce(self, tensor: torch.Tensor, *, channel: int = 0) -> StartedSum:
+        """See ``fourfold.contracts.split_sum.SplitSums``; what this rank adds is there when this returns."""
+        refuse_recording("a sum in two halves")
+        if tensor.dtype not in SUMMABLE:
+            raise Unsupported(f"shared memory does not sum {tensor.dtype}")
+        place = self._idle_channel(channel)
+        self._started[channel] = started = StartedSum(place, tensor.contiguous())
+        return started
 
     def all_gather(self, tensor: torch.Tensor, *, sizes: Sequence[int] | None = None, channel: int = 0) -> torch.Tensor:
         """See Communicator."""
         dense, rows = self._dense("all_gather", tensor), self._rows(tensor, sizes)
         out = dense.new_empty(sum(rows), *dense.shape[1:])
         row = _row_bytes(dense)
-        self._open_channel(channel).all_gather(dense, out, [count * row for count in rows])
+        self._idle_channel(channel).all_gather(dense, out, [count * row for count in rows])
         return out
 
     def reduce_scatter(
@@ -110,13 +121,13 @@ class ShmCommunicator:
             raise EngineError(f"reduce_scatter of {dense.shape[0]} rows cannot give {rows}")
         out = dense.new_empty(rows[self.rank], *dense.shape[1:])
         row = math.prod(dense.shape[1:])
-        self._open_channel(channel).reduce_scatter(dense, out, [count * row for count in rows])
+        self._idle_channel(channel).reduce_scatter(dense, out, [count * row for count in rows])
         return out
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0, channel: int = 0) -> torch.Tensor:
         """See Communicator."""
         dense = self._dense("broadcast", tensor)
-        self._open_channel(channel).broadcast(dense, source)
+        self._idle_channel(channel).broadcast(dense, source)
         return tensor if dense is tensor else tensor.copy_(dense)
 
     def gather(
@@ -135,7 +146,7 @@ class ShmCommunicator:
             if any(place.shape != dense.shape or place.dtype != dense.dtype for place in places):
                 raise EngineError(f"gather of {dense.dtype} {list(dense.shape)} cannot fill tensors of other shapes")
         fillable = [place if _rows_are_dense(place) else torch.empty_like(dense) for place in places]
-        self._open_channel(channel).gather(dense, fillable, destination)
+        self._idle_channel(channel).gather(dense, fillable, destination)
         for place, filled in zip(places, fillable):
             if place is not filled:
                 place.copy_(filled)
@@ -151,7 +162,7 @@ class ShmCommunicator:
         out = dense.new_empty(sum(receive_sizes), *dense.shape[1:])
         row = _row_bytes(dense)
         send, receive = [count * row for count in send_sizes], [count * row for count in receive_sizes]
-        self._open_channel(channel).all_to_all(dense, out, send, receive)
+        self._idle_channel(channel).all_to_all(dense, out, send, receive)
         return out
 
     def isend(self, tensor: torch.Tensor, destination: int, *, channel: int = 0) -> Handle:
@@ -181,7 +192,7 @@ class ShmCommunicator:
     def barrier(self) -> None:
         """See Communicator."""
         refuse_recording("barrier")
-        self._open_channel(0).barrier()
+        self._idle_channel(0).barrier()
 
     def peer_memory(self, nbytes: int, channel: int = 0) -> PeerMemory:
         """See Communicator; all ranks must call it alike."""
@@ -190,7 +201,7 @@ class ShmCommunicator:
         memory = map_shared(self._context, f"peer memory {self._peer_memories}", stretch * self.world_size)
         whole = _as_tensor(memory)
         buffers = [whole[rank * stretch : rank * stretch + nbytes] for rank in range(self.world_size)]
-        return SharedPeerMemory(buffers, self._open_channel(channel))
+        return SharedPeerMemory(buffers, partial(self._idle_channel, channel))
 
     def all_reduce_add_rms_norm(
         self, tensor: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
@@ -207,6 +218,7 @@ class ShmCommunicator:
         for channel in self._channels:
             channel.close()
         self._channels.clear()
+        self._started.clear()
         self._mailboxes.clear()
 
     def _open_channel(self, channel: int) -> Channel:
@@ -216,6 +228,13 @@ class ShmCommunicator:
             if self._channels:
                 raise Unsupported(f"there is no channel {channel}; shared memory has {CHANNELS}") from None
             raise EngineError(f"the communicator of group {self._member.group} is closed") from None
+
+    def _idle_channel(self, channel: int) -> Channel:
+        """For a collective: what is in the air there has to be taken first, on all ranks alike."""
+        started = self._started.pop(channel, None)
+        if started is not None:
+            started.wait()
+        return self._open_channel(channel)
 
     def _dense(self, operation: str, tensor: torch.Tensor) -> torch.Tensor:
         refuse_recording(operation)
@@ -251,10 +270,26 @@ class ShmCommunicator:
         return rank
 
 
+class StartedSum:
+    """See ``fourfold.contracts.split_sum.PendingSum``."""
+
+    def __init__(self, channel: Channel, tensor: torch.Tensor) -> None:
+        channel.start_all_reduce(tensor)
+        self._channel: Channel | None = channel
+        self._tensor = tensor
+
+    def wait(self) -> torch.Tensor:
+        """See PendingSum; later ones than the first have nothing to wait for."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.finish_all_reduce(self._tensor)
+        return self._tensor
+
+
 class SharedPeerMemory:
     """See ``fourfold.contracts.communicator.PeerMemory``."""
 
-    def __init__(self, buffers: Sequence[torch.Tensor], channel: Channel) -> None:
+    def __init__(self, buffers: Sequence[torch.Tensor], channel: Callable[[], Channel]) -> None:
         self._buffers = list(buffers)
         self._channel = channel
 
@@ -266,7 +301,7 @@ class SharedPeerMemory:
 
     def barrier(self) -> None:
         """See PeerMemory."""
-        self._channel.barrier()
+        self._channel().barrier()
 
     def close(self) -> None:
         """See PeerMemory."""

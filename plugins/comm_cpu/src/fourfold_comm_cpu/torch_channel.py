@@ -52,13 +52,27 @@ class TorchChannel:
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """See Channel."""
-        flat = tensor.view(-1)
-        operation = f"all_reduce of {tensor.dtype} {list(tensor.shape)}"
-        for piece in self._pieces(flat):
-            self._slot(piece.dtype, piece.numel())[self._member.rank].copy_(piece)
-            self._meet(operation)
+        self.start_all_reduce(tensor)
+        self.finish_all_reduce(tensor)
+
+    def start_all_reduce(self, tensor: torch.Tensor) -> None:
+        """See Channel."""
+        self._put(next(self._pieces(tensor.view(-1))), _sum_of(tensor))
+
+    def finish_all_reduce(self, tensor: torch.Tensor) -> None:
+        """See Channel."""
+        operation = _sum_of(tensor)
+        for number, piece in enumerate(self._pieces(tensor.view(-1))):
+            if number:
+                self._put(piece, operation)
+            self._wait_for_all(operation)
             piece.copy_(_sum(self._slot(piece.dtype, piece.numel())))
             self._set ^= 1
+
+    def _put(self, piece: torch.Tensor, operation: str) -> None:
+        """Of a sum; the meeting is waited for later."""
+        self._slot(piece.dtype, piece.numel())[self._member.rank].copy_(piece)
+        self._arrive(operation)
 
     def gather(self, tensor: torch.Tensor, out: Sequence[torch.Tensor], destination: int) -> None:
         """See Channel."""
@@ -207,14 +221,22 @@ class TorchChannel:
 
     def _meet(self, operation: str) -> None:
         """Arrive, wait for all, and compare what everybody is doing; see csrc/channel.h for why once is enough."""
+        self._arrive(operation)
+        self._wait_for_all(operation)
+
+    def _arrive(self, operation: str) -> None:
         refuse_recording("shared memory without a compiler")
         if self._failure is not None:
             raise self._failure
         self._sequence += 1
         sequence, mine = self._sequence, self._arrivals[self._member.rank]
-        tag = zlib.crc32(operation.encode()) + 1
-        mine[1 + (sequence & 1)] = tag
+        mine[1 + (sequence & 1)] = _tag(operation)
         mine[0] = sequence
+
+    def _wait_for_all(self, operation: str) -> None:
+        if self._failure is not None:
+            raise self._failure
+        sequence, tag = self._sequence, _tag(operation)
         self._wait_for(lambda: self._not_there(sequence), operation)
         tags = self._arrivals[:, 1 + (sequence & 1)]
         different = np.flatnonzero(tags != np.uint64(tag)).tolist()
@@ -254,6 +276,14 @@ def _sum(rows: torch.Tensor) -> torch.Tensor:
     for row in rows[1:]:
         total += row
     return total.to(rows.dtype)
+
+
+def _sum_of(tensor: torch.Tensor) -> str:
+    return f"all_reduce of {tensor.dtype} {list(tensor.shape)}"
+
+
+def _tag(operation: str) -> int:
+    return zlib.crc32(operation.encode()) + 1
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
@@ -22,6 +23,7 @@ from fourfold_kernels_triton.counters import Counters
 from fourfold_kernels_triton.kernels.cache_write import write_cache
 from fourfold_kernels_triton.kernels.decode import attend_decodes
 from fourfold_kernels_triton.kernels.prefill import attend_prompts
+from fourfold_kernels_triton.kernels.shape import Shape
 from fourfold_kernels_triton.launch import launch, starts_early
 from fourfold_kernels_triton.tiles import decode_tile, multiprocessors, prefill_tile, split_context
 
@@ -47,7 +49,7 @@ class _Step(NamedTuple):
     out: torch.Tensor
     positions: torch.Tensor
     cos_sin: torch.Tensor
-    rotary: int
+    shape: Shape
     kv_cache: torch.Tensor
     scales: torch.Tensor
     """The cache as fp32, in which the scales of an fp8 cache lie."""
@@ -88,21 +90,20 @@ class TritonAttention:
         wide = context.dtype is torch.float32
         self._decode_tile = decode_tile(self._padded_dim, wide=wide, scaled=self._scaled)
         self._prefill_tile = prefill_tile(self._padded_dim, wide=wide)
-        self._heads: dict[str, Any] = {
-            "NORM": False,
-            "NUM_HEADS": spec.num_heads,
-            "NUM_KV_HEADS": spec.num_kv_heads,
-            "HEAD_DIM": spec.head_dim,
-            "PADDED_DIM": self._padded_dim,
-            "SCALED": self._scaled,
-        }
-        self._scores: dict[str, Any] = {
-            "SOFT_CAP": spec.soft_cap > 0,
-            "WINDOW": spec.sliding_window,
-            "GROUP": self._group,
-            "PRECISION": "ieee" if wide else "tf32",  # says nothing to 16-bit products
-        }
-
+        self._shape = Shape(
+            norm=False,
+            rotary=spec.rotary_dim,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            group=self._group,
+            head_dim=spec.head_dim,
+            padded_dim=self._padded_dim,
+            block_size=context.config.cache.block_size,
+            scaled=self._scaled,
+            soft_cap=spec.soft_cap > 0,
+            window=spec.sliding_window,
+            precision="ieee" if wide else "tf32",
+        )
         self._context = context
         if not spec.head_norms:
             self._compile()
@@ -113,7 +114,7 @@ class TritonAttention:
         """See ``HeadNorming``; the weights are read at each step."""
         self._query_weight, self._key_weight = query_weight, key_weight
         self._epsilon, self._weight_offset = epsilon, weight_offset
-        self._heads = self._heads | {"NORM": True}
+        self._shape = replace(self._shape, norm=True)
         self._compile()
 
     def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
@@ -143,7 +144,7 @@ class TritonAttention:
             out=out,
             positions=positions,
             cos_sin=self._first_head if cos_sin is None else cos_sin,  # a pointer that nothing follows without rotary
-            rotary=0 if cos_sin is None else self._spec.rotary_dim,
+            shape=self._shape if cos_sin is not None else replace(self._shape, rotary=0),
             kv_cache=kv_cache,
             scales=kv_cache.view(torch.uint8).flatten().view(torch.float32) if self._scaled else kv_cache,
             metadata=metadata,
@@ -196,10 +197,8 @@ class TritonAttention:
             tokens,
             self._epsilon,
             self._weight_offset,
-            ROTARY=step.rotary,
-            BLOCK_SIZE=step.kv_cache.shape[3],
+            SHAPE=step.shape,
             TOKENS=_TOKENS_WRITTEN,
-            **self._heads,
         )
 
     def _attend_prompts(self, step: _Step) -> None:
@@ -228,14 +227,11 @@ class TritonAttention:
             self._spec.soft_cap,
             self._epsilon,
             self._weight_offset,
-            ROTARY=step.rotary,
+            SHAPE=step.shape,
             TOKENS=tokens,
-            BLOCK_SIZE=step.kv_cache.shape[3],
             TILE=tile.tokens,
             num_warps=tile.warps,
             num_stages=tile.stages,
-            **self._heads,
-            **self._scores,
         )
 
     def _attend_decodes(self, step: _Step) -> None:
@@ -277,9 +273,8 @@ class TritonAttention:
             self._spec.soft_cap,
             self._epsilon,
             self._weight_offset,
-            ROTARY=step.rotary,
+            SHAPE=step.shape,
             ROWS=max(self._group, _SMALLEST_PRODUCT),
-            BLOCK_SIZE=step.kv_cache.shape[3],
             TILE=tile.tokens,
             SPLIT=split.most > 1,
             ALL=metadata.max_query_length == 1 and step.qkv.shape[0] == num_sequences,
@@ -287,8 +282,6 @@ class TritonAttention:
             EARLY=self._early,
             num_warps=tile.warps,
             num_stages=tile.stages,
-            **self._heads,
-            **self._scores,
         )
 
 

@@ -65,28 +65,30 @@ class ExpertParallelLayer:
         out = self._compute(x, self._held.choose(ids), weights)
         if self._shared is not None:
             out = out + self._shared(x)
-        return out if self._communicator is None else self._communicator.all_reduce(out)
+        return self._spread.overlap.all_reduce(self._communicator, out)
 
     def _travel(self, x: torch.Tensor, wire: AllToAll) -> torch.Tensor:
         """Each rank sends off its share of the tokens that it has in common with its tensor-parallel peers."""
-        spread = self._spread
-        own, sizes, channel = spread.own_tokens(len(x)), spread.sizes(len(x)), spread.channel
+        spread, overlap = self._spread, self._spread.overlap
+        own, sizes, channel = spread.own_tokens(len(x)), spread.sizes(len(x)), overlap.channel
         mine = x[own]
         ids, weights = self._router(mine)
         wire.dispatch_send(mine, self._held.choose(ids), weights, sizes=sizes, channel=channel)
         shared = None if self._shared is None or not len(x) else self._shared(x)
-        spread.hand_over()
+        overlap.hand_over()
         arrived = wire.dispatch_receive(channel=channel)
         wire.combine_send(self._compute(*arrived), channel=channel)
-        spread.hand_over()
+        overlap.hand_over()
         out = wire.combine_receive(channel=channel)
         if not len(x):  # others needed experts of this rank
             return x
-        if shared is None:
-            gathered = self._spread.tensor_sizes(len(x))
-            return out if self._communicator is None else self._communicator.all_gather(out, sizes=gathered)
-        shared[own] += out
-        return shared if self._communicator is None else self._communicator.all_reduce(shared)
+        communicator = self._communicator
+        if shared is not None:
+            shared[own] += out
+            return overlap.all_reduce(communicator, shared)
+        if communicator is None:
+            return out
+        return communicator.all_gather(out, sizes=spread.tensor_sizes(len(x)), channel=overlap.line(communicator))
 
     def _compute(self, x: torch.Tensor, physical: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """What this rank's experts make of rows [R, H], by physical experts int32 [R, K] or -1."""

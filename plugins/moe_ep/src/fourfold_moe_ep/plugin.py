@@ -11,7 +11,7 @@ from fourfold_moe_ep.settings import ExpertParallelSettings
 if TYPE_CHECKING:
     from fourfold.config.engine_config import EngineConfig
     from fourfold.contracts.mixture import AllToAll, ExpertPlacement, Rebalancer
-    from fourfold.contracts.parallel_layer import MixtureLayer
+    from fourfold.contracts.parallel_layer import MixtureLayer, ParallelLayer
     from fourfold.entries import AllToAllContext, ParallelLayerContext
 
 FOURFOLD_CONTRACT = ">=1.0,<2"
@@ -19,16 +19,32 @@ FOURFOLD_CONTRACT = ">=1.0,<2"
 
 @hookimpl
 def fourfold_parallel_layers() -> list[ParallelLayerEntry]:
-    """Offer ``ep`` for moe layers."""
+    """Offer ``ep`` for moe layers, and ``overlapped`` for those that end with a sum."""
     return [
         ParallelLayerEntry(
             name="ep",
             kind="moe",
             build=_build_layer,
             summary="whole experts, spread over the ranks",
-            capabilities=frozenset({"expert_parallel"}),
+            capabilities=frozenset({"expert_parallel", "microbatches"}),
             suits=_suits_layer,
-        )
+        ),
+        ParallelLayerEntry(
+            name="overlapped",
+            kind="row",
+            build=_build_row,
+            summary="as core's; one microbatch computes while the other's sum travels",
+            capabilities=frozenset({"microbatches"}),
+            suits=_suits_overlap,
+        ),
+        ParallelLayerEntry(
+            name="overlapped",
+            kind="moe",
+            build=_build_mixture,
+            summary="as core's; one microbatch computes while the other's sum travels",
+            capabilities=frozenset({"microbatches"}),
+            suits=_suits_overlap,
+        ),
     ]
 
 
@@ -90,10 +106,28 @@ def _suits_layer(config: EngineConfig) -> Suitability:
     return Suitability(score=1, reason="spreads whole experts; --enable-expert-parallel prefers it")
 
 
+def _suits_overlap(config: EngineConfig) -> Suitability:
+    if config.parallel.enable_dbo and config.parallel.tensor_parallel_size > 1:
+        return Suitability(score=50, reason="--enable-dbo asks for it")
+    return Suitability(score=1, reason="overlaps sums; --enable-dbo prefers it")
+
+
 def _build_layer(context: ParallelLayerContext) -> MixtureLayer:
     from fourfold_moe_ep.layer import ExpertParallelLayer
 
     return ExpertParallelLayer(context)
+
+
+def _build_row(context: ParallelLayerContext) -> ParallelLayer:
+    from fourfold_moe_ep.overlapped_sums import OverlappedRow
+
+    return OverlappedRow(context)
+
+
+def _build_mixture(context: ParallelLayerContext) -> MixtureLayer:
+    from fourfold_moe_ep.overlapped_sums import OverlappedMixture
+
+    return OverlappedMixture(context)
 
 
 def _build_gathered(context: AllToAllContext) -> AllToAll:

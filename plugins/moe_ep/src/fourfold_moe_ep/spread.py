@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from fourfold.entries import AllToAllContext
 from fourfold.errors import ConfigError
+from fourfold.layers.backends import build_backend
 from fourfold.layers.partition import cut_evenly
-from fourfold.models.backends import build_backend
 from fourfold.models.microbatches import cut_tokens
 from fourfold.selection import AUTO, select
 from fourfold_moe_ep.ballot import Ballot
 from fourfold_moe_ep.expert_copies import first_map
 from fourfold_moe_ep.held_experts import HeldExperts
-from fourfold_moe_ep.microbatch import GreenletTurns, MicrobatchContext
+from fourfold_moe_ep.overlap import overlap_of
 from fourfold_moe_ep.rebalancing import Rebalancing
 from fourfold_moe_ep.settings import settings_of
 from fourfold_moe_ep.streamed_wire import StreamedWire
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from fourfold.contracts.communicator import Communicator
     from fourfold.contracts.mixture import AllToAll, Experts
@@ -70,19 +68,14 @@ class ExpertSpread:
         self._ballot: Ballot | None = None
         if group.host is not None and self.world_size > self._tensor_ranks:
             self._ballot = Ballot(group.host, self._tensor_ranks)
-        parallel = context.config.parallel
-        never = sys.maxsize
-        self._least_to_cut = (
-            max(2, parallel.dbo_prefill_tokens) if parallel.enable_dbo else never,
-            max(2, parallel.dbo_decode_tokens) if parallel.enable_dbo else never,
-        )
-        """Tokens from which a step is cut in two: of one with prompts, and of decodes alone."""
-        self._cut = False
-        self._microbatch: MicrobatchContext | None = None
-        """The one that runs."""
+        self.overlap = overlap_of(context)
         self._streamed: AllToAll | None = None
-        if parallel.enable_dbo and self.wire is not None and context.device.type == "cuda":
-            self._streamed = StreamedWire(self.wire, context.device)
+        if self.wire is not None:
+            self.overlap.expect()
+            if context.config.parallel.enable_dbo and context.device.type == "cuda":
+                self._streamed = StreamedWire(self.wire, context.device)
+        else:
+            self.overlap.expect_sums(context.communicator)
         self._tokens: list[int] | None = None
         """Of each engine in the present step, where several make it together."""
         self._layers: list[Callable[[torch.Tensor], torch.Tensor]] = []
@@ -121,42 +114,26 @@ class ExpertSpread:
 
     def begin_step(self, num_tokens: int, vote: StepVote, *, is_decode: bool) -> StepVote:
         """See ``fourfold.contracts.step_part.StepPart``."""
-        wants_cut = self.wire is not None and num_tokens >= self._least_to_cut[is_decode]
         if self._ballot is None:
-            self._cut = wants_cut
             return vote
-        outcome = self._ballot.hold(num_tokens, vote, wants_cut=wants_cut)
-        self._tokens, self._cut = outcome.tokens, outcome.cut
+        outcome = self._ballot.hold(num_tokens, vote, wants_cut=self.overlap.cut)  # which has begun this step before
+        self._tokens, self.overlap.cut = outcome.tokens, outcome.cut
         if not num_tokens and any(outcome.tokens):
             for layer in self._layers:
                 layer(self._no_tokens)
         return outcome.vote
 
     def begin_recording(self, num_tokens: int) -> None:
-        """See StepPart; only what a device orders itself overlaps in a recording."""
-        wire = self._streamed
-        self._cut = wire is not None and wire.graph_safe and num_tokens >= self._least_to_cut[True]
+        """See StepPart."""
 
     def take_turns(self, num_tokens: int) -> TakeTurns | None:
-        """See StepPart."""
-        return self._run_in_turns if self._cut else None
-
-    def hand_over(self) -> None:
-        """Let the other microbatch go on, if there is one, while what this one has sent is on its way."""
-        microbatch = self._microbatch
-        if microbatch is not None:
-            microbatch.yield_to_other()
-            self._microbatch = microbatch
+        """See StepPart; turns are the overlap's."""
+        return None
 
     @property
     def present_wire(self) -> AllToAll | None:
         """What carries the tokens of the present batch, a microbatch's beside what the other one computes."""
-        return self.wire if self._microbatch is None or self._streamed is None else self._streamed
-
-    @property
-    def channel(self) -> int:
-        """Of what the present microbatch has in the air."""
-        return 0 if self._microbatch is None else self._microbatch.index
+        return self.wire if self.overlap.half is None or self._streamed is None else self._streamed
 
     def end_step(self) -> None:
         """See StepPart."""
@@ -189,20 +166,10 @@ class ExpertSpread:
         """Tokens that each rank of the group sends off, of which this rank's engine has ``num_tokens``."""
         if self._tokens is None:
             return self.tensor_sizes(num_tokens)
-        tokens = self._tokens
-        if self._microbatch is not None:
-            tokens = [cut_tokens(count)[self._microbatch.index] for count in tokens]
+        tokens, half = self._tokens, self.overlap.half
+        if half is not None:
+            tokens = [cut_tokens(count)[half] for count in tokens]
         return [size for count in tokens for size in self.tensor_sizes(count)]
-
-    def _run_in_turns(self, bodies: Sequence[Callable[[], Any]]) -> list[Any]:
-        try:
-            return GreenletTurns().run([partial(self._run_microbatch, body) for body in bodies])
-        finally:
-            self._microbatch = None
-
-    def _run_microbatch(self, body: Callable[[], Any], microbatch: MicrobatchContext) -> Any:
-        self._microbatch = microbatch
-        return body()
 
     def _connect(
         self, context: ParallelLayerContext, mixture: MixtureDescription, registry: PluginRegistry, group: _Group

@@ -119,31 +119,38 @@ inline int64_t give_up(Channel& c, int64_t failure) {
     return failure;
 }
 
-// Arrive at the next meeting and wait for all. `tag` tells what is going on; ranks whose tag differs are reported.
-inline int64_t meet(Channel& c, uint64_t tag) {
-    if (c.failed) return c.failed;
+// Arrive at the next meeting; `tag` tells what is going on.
+inline void arrive(Channel& c, uint64_t tag) {
     const uint32_t sequence = static_cast<uint32_t>(++c.sequence);
     Arrival& mine = c.arrivals[c.rank];
     mine.tag[sequence & 1].store(tag, std::memory_order_relaxed);
     mine.sequence.store(sequence, std::memory_order_seq_cst);
     // The one that completes the meeting wakes the sleepers; of two that arrive at once, at least one sees both.
-    int64_t missing = not_there(c, sequence, std::memory_order_seq_cst);
-    if (!missing) {
-        c.bell->ring_if_slept_on();
-    } else {
-        for (int64_t spin = 0; missing && spin < c.spins; ++spin) {
-            relax();
-            missing = not_there(c, sequence, std::memory_order_acquire);
-        }
-        if (missing) {
-            missing = sleep_until_there(c, sequence);
-            if (missing) return give_up(c, missing);
-        }
+    if (!not_there(c, sequence, std::memory_order_seq_cst)) c.bell->ring_if_slept_on();
+}
+
+// Wait for all at the meeting where I have arrived; ranks whose tag differs are reported.
+inline int64_t wait_for_all(Channel& c, uint64_t tag) {
+    const uint32_t sequence = static_cast<uint32_t>(c.sequence);
+    int64_t missing = not_there(c, sequence, std::memory_order_acquire);
+    for (int64_t spin = 0; missing && spin < c.spins; ++spin) {
+        relax();
+        missing = not_there(c, sequence, std::memory_order_acquire);
+    }
+    if (missing) {
+        missing = sleep_until_there(c, sequence);
+        if (missing) return give_up(c, missing);
     }
     int64_t different = 0;
     for (int64_t r = 0; r < c.world; ++r)
         if (c.arrivals[r].tag[sequence & 1].load(std::memory_order_relaxed) != tag) different |= INT64_C(1) << r;
     return different ? give_up(c, kDiffers | different) : 0;
+}
+
+inline int64_t meet(Channel& c, uint64_t tag) {
+    if (c.failed) return c.failed;
+    arrive(c, tag);
+    return wait_for_all(c, tag);
 }
 
 }  // namespace ff

@@ -107,11 +107,19 @@ int64_t stripe_start(const Channel& c, int64_t count, int64_t of) {
     return std::min(count, (lines * of / c.world) * 64);
 }
 
-int64_t reduce_piece(Channel& c, const Dtype& type, char* data, int64_t count, uint64_t tag) {
+int64_t put_piece(Channel& c, const char* data, int64_t bytes, uint64_t tag) {
+    if (c.failed) return c.failed;
+    std::memcpy(c.slot(c.rank), data, bytes);
+    arrive(c, tag);
+    return 0;
+}
+
+// `data` becomes the sum of what all ranks have put.
+int64_t sum_piece(Channel& c, const Dtype& type, char* data, int64_t count, uint64_t tag) {
+    if (c.failed) return c.failed;
     char* mine = c.slot(c.rank);
     const int64_t bytes = count * type.bytes;
-    std::memcpy(mine, data, bytes);
-    if (const int64_t failed = meet(c, tag)) return failed;
+    if (const int64_t failed = wait_for_all(c, tag)) return failed;
     if (c.world == 2 || bytes < kTwoShotBytes) {
         type.sum(c, 0, count, data);
         return 0;
@@ -137,23 +145,36 @@ struct AllReduceCall {
 
 }  // namespace
 
-FF_EXPORT int64_t ff_abi_version() { return 1; }
+FF_EXPORT int64_t ff_abi_version() { return 2; }
 
-// In place: `data` becomes the sum over the ranks.
-FF_EXPORT int64_t ff_all_reduce(Channel* channel, char* data, int64_t count, int64_t dtype) {
+// The first half of a sum: what this rank adds is there, and nobody is waited for.
+FF_EXPORT int64_t ff_start_all_reduce(Channel* channel, const char* data, int64_t count, int64_t dtype) {
+    const Dtype& type = kDtypes[dtype];
+    const int64_t n = std::min(channel->slot_bytes / type.bytes, count);
+    return put_piece(*channel, data, n * type.bytes, make_tag(kAllReduce, count, dtype));
+}
+
+// The second half, in place: `data` becomes the sum over the ranks.
+FF_EXPORT int64_t ff_finish_all_reduce(Channel* channel, char* data, int64_t count, int64_t dtype) {
     Channel& c = *channel;
     const Dtype& type = kDtypes[dtype];
     const uint64_t tag = make_tag(kAllReduce, count, dtype);
     const int64_t most = c.slot_bytes / type.bytes;
-    int64_t done = 0;
-    do {
+    for (int64_t done = 0;;) {
         const int64_t n = std::min(most, count - done);
-        const int64_t failed = reduce_piece(c, type, data + done * type.bytes, n, tag);
+        const int64_t failed = sum_piece(c, type, data + done * type.bytes, n, tag);
         c.next_set();
         if (failed) return failed;
         done += n;
-    } while (done < count);
-    return 0;
+        if (done >= count) return 0;
+        const int64_t next = std::min(most, count - done);
+        if (const int64_t lost = put_piece(c, data + done * type.bytes, next * type.bytes, tag)) return lost;
+    }
+}
+
+FF_EXPORT int64_t ff_all_reduce(Channel* channel, char* data, int64_t count, int64_t dtype) {
+    if (const int64_t failed = ff_start_all_reduce(channel, data, count, dtype)) return failed;
+    return ff_finish_all_reduce(channel, data, count, dtype);
 }
 
 // The same as a recorded call. A failure is not lost: it has broken the channel, so the next operation fails too.

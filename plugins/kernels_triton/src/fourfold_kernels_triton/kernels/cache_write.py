@@ -22,14 +22,7 @@ def write_cache(
     num_tokens,
     epsilon,
     weight_offset,
-    NORM: tl.constexpr,
-    ROTARY: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    SCALED: tl.constexpr,
+    SHAPE: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     """Keys normalised and rotated, values as they are; grid: blocks of TOKENS tokens, kv heads."""
@@ -39,27 +32,12 @@ def write_cache(
     slots = tl.load(slots_ptr + tokens, mask=present, other=-1)
     positions = tl.load(positions_ptr + tokens, mask=present, other=0)
     written = slots >= 0
-    starts = tokens.to(tl.int64) * qkv_stride + (NUM_HEADS + kv_head) * HEAD_DIM
-    own, other, weight, other_weight, cos, sin = fetch_heads(
-        qkv_ptr, starts, written, weight_ptr, cos_sin_ptr, positions, NORM, ROTARY, HEAD_DIM, PADDED_DIM
+    starts = tokens.to(tl.int64) * qkv_stride + (SHAPE.num_heads + kv_head) * SHAPE.head_dim
+    heads = fetch_heads(qkv_ptr, starts, written, weight_ptr, cos_sin_ptr, positions, SHAPE)
+    dims = tl.arange(0, SHAPE.padded_dim)
+    mask = written[:, None] & (dims < SHAPE.head_dim)[None, :]
+    values = tl.load(
+        qkv_ptr + (starts + SHAPE.num_kv_heads * SHAPE.head_dim)[:, None] + dims[None, :], mask=mask, other=0.0
     )
-    dims = tl.arange(0, PADDED_DIM)
-    mask = written[:, None] & (dims < HEAD_DIM)[None, :]
-    values = tl.load(qkv_ptr + (starts + NUM_KV_HEADS * HEAD_DIM)[:, None] + dims[None, :], mask=mask, other=0.0)
-    keys = turn_heads(
-        own, other, weight, other_weight, cos, sin, epsilon, weight_offset, NORM, ROTARY, HEAD_DIM, PADDED_DIM
-    )
-    keep(
-        cache_ptr,
-        scales_ptr,
-        slots,
-        kv_head,
-        keys,
-        values.to(tl.float32),
-        written,
-        NUM_KV_HEADS,
-        BLOCK_SIZE,
-        HEAD_DIM,
-        PADDED_DIM,
-        SCALED,
-    )
+    keys = turn_heads(heads, epsilon, weight_offset, SHAPE)
+    keep(cache_ptr, scales_ptr, slots, kv_head, keys, values.to(tl.float32), written, SHAPE)

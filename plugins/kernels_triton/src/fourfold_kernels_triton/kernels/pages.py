@@ -1,8 +1,8 @@
 """Device functions of the paged cache: where a token's key and value lie, and what is kept of them.
 
-The cache is [blocks, kv heads, keys and values, BLOCK_SIZE * HEAD_DIM]. With SCALED it holds e4m3, each block of keys
-or values of a head is followed by the scales of its rows, in fp32, and values lie [HEAD_DIM, BLOCK_SIZE]: products
-would take single bytes from where tokens are not next to each other.
+The cache is [blocks, kv heads, keys and values, block_size * head_dim]. With ``scaled`` it holds e4m3, each block of
+keys or values of a head is followed by the scales of its rows, in fp32, and values lie [head_dim, block_size]:
+products would take single bytes from where tokens are not next to each other.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ SCALE_BYTES = tl.constexpr(4)
 
 
 @triton.jit
-def page_size(BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, SCALED: tl.constexpr):
+def page_size(SHAPE: tl.constexpr):
     """Elements of one block of keys, or of values, of one head."""
-    return BLOCK_SIZE * (HEAD_DIM + SCALE_BYTES) if SCALED else BLOCK_SIZE * HEAD_DIM
+    return SHAPE.block_size * (SHAPE.head_dim + SCALE_BYTES) if SHAPE.scaled else SHAPE.block_size * SHAPE.head_dim
 
 
 @triton.jit
@@ -34,39 +34,26 @@ def kept(rows, cache_ptr, SCALED: tl.constexpr):
 
 
 @triton.jit
-def keep(
-    cache_ptr,
-    scales_ptr,
-    slots,
-    kv_head,
-    keys,
-    values,
-    written,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    SCALED: tl.constexpr,
-):
-    """Write fp32 keys and values [N, PADDED_DIM] of one head to ``slots`` int64 [N] where ``written``.
+def keep(cache_ptr, scales_ptr, slots, kv_head, keys, values, written, SHAPE: tl.constexpr):
+    """Write fp32 keys and values [N, padded_dim] of one head to ``slots`` int64 [N] where ``written``.
 
     Returns both in fp32 as they will be read.
     """
-    dims = tl.arange(0, PADDED_DIM)
-    mask = written[:, None] & (dims < HEAD_DIM)[None, :]
-    size = page_size(BLOCK_SIZE, HEAD_DIM, SCALED)
-    pages = (slots // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * (2 * size)
-    row = slots % BLOCK_SIZE
-    kept_keys, key_scales = kept(keys, cache_ptr, SCALED)
-    kept_values, value_scales = kept(values, cache_ptr, SCALED)
-    at = cache_ptr + (pages + row * HEAD_DIM)[:, None] + dims[None, :]
+    dims = tl.arange(0, SHAPE.padded_dim)
+    mask = written[:, None] & (dims < SHAPE.head_dim)[None, :]
+    size = page_size(SHAPE)
+    pages = (slots // SHAPE.block_size * SHAPE.num_kv_heads + kv_head) * (2 * size)
+    row = slots % SHAPE.block_size
+    kept_keys, key_scales = kept(keys, cache_ptr, SHAPE.scaled)
+    kept_values, value_scales = kept(values, cache_ptr, SHAPE.scaled)
+    at = cache_ptr + (pages + row * SHAPE.head_dim)[:, None] + dims[None, :]
     tl.store(at, kept_keys, mask=mask)
-    if not SCALED:
+    if not SHAPE.scaled:
         tl.store(at + size, kept_values, mask=mask)
     else:
-        values_at = cache_ptr + (pages + size + row)[None, :] + dims[:, None] * BLOCK_SIZE
-        tl.store(values_at, tl.trans(kept_values), mask=(dims < HEAD_DIM)[:, None] & written[None, :])
-        scales_at = scales_ptr + (pages + BLOCK_SIZE * HEAD_DIM) // SCALE_BYTES + row
+        values_at = cache_ptr + (pages + size + row)[None, :] + dims[:, None] * SHAPE.block_size
+        tl.store(values_at, tl.trans(kept_values), mask=(dims < SHAPE.head_dim)[:, None] & written[None, :])
+        scales_at = scales_ptr + (pages + SHAPE.block_size * SHAPE.head_dim) // SCALE_BYTES + row
         tl.store(scales_at, key_scales, mask=written)
         tl.store(scales_at + size // SCALE_BYTES, value_scales, mask=written)
     return kept_keys.to(tl.float32) * key_scales[:, None], kept_values.to(tl.float32) * value_scales[:, None]

@@ -50,26 +50,16 @@ def attend_prompts(
     soft_cap,
     epsilon,
     weight_offset,
-    NORM: tl.constexpr,
-    ROTARY: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
+    SHAPE: tl.constexpr,
     TOKENS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    SCALED: tl.constexpr,
     TILE: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Grid: T // TOKENS + S blocks of queries, kv heads. Sequences of one new token are left alone.
 
-    A row of the tile is a token and a query head: TOKENS tokens, GROUP heads of one kv head each.
+    A row of the tile is a token and a query head: TOKENS tokens, ``group`` heads of one kv head each.
     """
-    ROWS: tl.constexpr = TOKENS * GROUP
+    ROWS: tl.constexpr = TOKENS * SHAPE.group
+    PADDED_DIM: tl.constexpr = SHAPE.padded_dim
     # Late blocks see the longest context: they start first, so that none is left alone at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -84,93 +74,35 @@ def attend_prompts(
     first_head = tl.load(first_head_ptr + kv_head)
     group_size = tl.load(first_head_ptr + kv_head + 1) - first_head
     rows = tl.arange(0, ROWS)
-    queries = first_query + rows // GROUP
-    present = (queries < count) & (rows % GROUP < group_size)
+    queries = first_query + rows // SHAPE.group
+    present = (queries < count) & (rows % SHAPE.group < group_size)
     tokens = first_token + queries
     positions = tl.load(positions_ptr + tokens, mask=present, other=0)
-    heads = first_head + rows % GROUP
-    own, other, turned_weight, other_weight, cos, sin = fetch_heads(
-        qkv_ptr,
-        tokens.to(tl.int64) * qkv_stride + heads * HEAD_DIM,
-        present,
-        query_weight_ptr,
-        cos_sin_ptr,
-        positions,
-        NORM,
-        ROTARY,
-        HEAD_DIM,
-        PADDED_DIM,
-    )
-    query = turn_heads(
-        own, other, turned_weight, other_weight, cos, sin, epsilon, weight_offset, NORM, ROTARY, HEAD_DIM, PADDED_DIM
-    )
-    query = as_factor(query, qkv_ptr, SCALED)
+    heads = first_head + rows % SHAPE.group
+    starts = tokens.to(tl.int64) * qkv_stride + heads * SHAPE.head_dim
+    fetched = fetch_heads(qkv_ptr, starts, present, query_weight_ptr, cos_sin_ptr, positions, SHAPE)
+    query = as_factor(turn_heads(fetched, epsilon, weight_offset, SHAPE), qkv_ptr, SHAPE)
     reach = computed + queries
     stop = tl.minimum(computed + first_query + TOKENS, length)
-    low = tl.maximum(computed + first_query - WINDOW + 1, 0) // TILE * TILE if WINDOW > 0 else 0
-    sequence_table = table_ptr + sequence.to(tl.int64) * table_stride
+    low = tl.maximum(computed + first_query - SHAPE.window + 1, 0) // TILE * TILE if SHAPE.window > 0 else 0
+    context = (cache_ptr, scales_ptr, table_ptr + sequence.to(tl.int64) * table_stride)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, PADDED_DIM), tl.float32)
-    if WINDOW == 0:
+    state = (top, weight, acc)
+    if SHAPE.window == 0:
         # Tiles that lie before the block's first query are seen whole by every row.
         whole = (computed + first_query) // TILE * TILE
-        top, weight, acc = attend_tiles(
-            query,
-            top,
-            weight,
-            acc,
-            cache_ptr,
-            scales_ptr,
-            sequence_table,
-            low,
-            whole,
-            length,
-            reach,
-            kv_head,
-            scale,
-            soft_cap,
-            False,
-            SOFT_CAP,
-            WINDOW,
-            NUM_KV_HEADS,
-            HEAD_DIM,
-            PADDED_DIM,
-            BLOCK_SIZE,
-            SCALED,
-            TILE,
-            PRECISION,
+        state = attend_tiles(
+            query, state, context, low, whole, length, reach, kv_head, scale, soft_cap, False, SHAPE, TILE
         )
         low = whole
     top, weight, acc = attend_tiles(
-        query,
-        top,
-        weight,
-        acc,
-        cache_ptr,
-        scales_ptr,
-        sequence_table,
-        low,
-        stop,
-        length,
-        reach,
-        kv_head,
-        scale,
-        soft_cap,
-        True,
-        SOFT_CAP,
-        WINDOW,
-        NUM_KV_HEADS,
-        HEAD_DIM,
-        PADDED_DIM,
-        BLOCK_SIZE,
-        SCALED,
-        TILE,
-        PRECISION,
+        query, state, context, low, stop, length, reach, kv_head, scale, soft_cap, True, SHAPE, TILE
     )
     dims = tl.arange(0, PADDED_DIM)
-    out_at = out_ptr + (tokens.to(tl.int64) * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
-    mask = present[:, None] & (dims < HEAD_DIM)[None, :]
+    out_at = out_ptr + (tokens.to(tl.int64) * SHAPE.num_heads + heads)[:, None] * SHAPE.head_dim + dims[None, :]
+    mask = present[:, None] & (dims < SHAPE.head_dim)[None, :]
     # Rows that are not there have seen nothing.
     out = acc / tl.where(weight > 0, weight, 1.0)[:, None]
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=mask)

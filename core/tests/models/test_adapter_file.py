@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fourfold.checkpoints.adapter_file import adapter_folder, read_adapter
 from fourfold.checkpoints.json_file import MAX_BYTES
 from fourfold.errors import CheckpointError, ConfigError
+from fourfold.models.adapter_file import adapter_folder, read_adapter
 from fourfold.models.description import LayerDescription, ModelDescription, RotaryDescription
 
 MODEL = ModelDescription(

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fourfold.worker.philox import gumbel, gumbel_entries, gumbel_rows, philox4x32
+from fourfold.layers.philox import gumbel, gumbel_entries, gumbel_rows, philox4x32
 
 # Random123's own known answers for philox4x32-10: counter, key, words.
 KNOWN_ANSWERS = [

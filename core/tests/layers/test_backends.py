@@ -8,7 +8,7 @@ import pytest
 from fourfold.config.engine_config import EngineConfig
 from fourfold.entries import OperatorsEntry, Suitability
 from fourfold.errors import ConfigError, Unsupported
-from fourfold.models.backends import build_backend, log_passed_over
+from fourfold.layers.backends import build_backend, log_passed_over
 
 
 def entry(name: str, score: int) -> OperatorsEntry:

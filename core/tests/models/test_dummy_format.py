@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from fourfold.checkpoints.dummy_format import DummyFormat, DummyTensor
 from fourfold.checkpoints.progress import NoProgress
+from fourfold.checkpoints.resolve import describe_config
 from fourfold.entries import CheckpointContext
 from fourfold.errors import CheckpointError
+from fourfold.models.dummy_format import DummyFormat, DummyTensor
+from fourfold.plugins import PluginRegistry
 
 CONFIG = {
     "architectures": ["GemmaForCausalLM"],
@@ -23,6 +25,13 @@ CONFIG = {
     "head_dim": 8,
     "max_position_embeddings": 64,
 }
+
+
+@pytest.fixture
+def context(tmp_path: Path, registry: PluginRegistry) -> CheckpointContext:
+    return CheckpointContext(
+        cache_folder=str(tmp_path / "cache"), describe=lambda values: describe_config(registry, values)
+    )
 
 
 @pytest.fixture
