@@ -11,6 +11,7 @@ import random
 import timeit
 from collections.abc import Callable
 from functools import partial
+from time import thread_time
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +38,8 @@ def busy_table(num_engines: int, generator: random.Random) -> LoadTable:
 
 
 def microseconds(function: Callable[[], object], number: int, rounds: int) -> float:
-    """Of one call: the best of ``rounds`` means over ``number``, because other load on the machine comes and goes."""
-    return min(timeit.repeat(function, number=number, repeat=rounds)) / number * 1e6
+    """Of processor time for one call: the best of ``rounds`` means, because other load comes and goes."""
+    return min(timeit.repeat(function, number=number, repeat=rounds, timer=thread_time)) / number * 1e6
 
 
 def decisions(num_engines: int, rounds: int) -> dict[str, tuple[float, float]]:

@@ -14,6 +14,7 @@ ENGINE_OPTIONS = {
     "--cluster-secret",
     "--comm",
     "--data-parallel-address",
+    "--data-parallel-backend",
     "--data-parallel-external-lb",
     "--data-parallel-hybrid-lb",
     "--data-parallel-rank",

@@ -57,6 +57,13 @@ def test_an_adapter_that_an_engine_refuses_is_nowhere(start_server: Any) -> None
         ("load", {"lora_name": "m", "lora_path": "/x"}, 400, "a model 'm' is served already"),
         ("load", {"lora_name": "x"}, 400, "lora_path is missing"),
         ("load", {**LOAD, "base": 1}, 400, "unknown field 'base'"),
+        ("load", {**LOAD, "lora_name": "a/../b"}, 400, "has a slash"),
+        ("load", {**LOAD, "lora_name": "a" * 257}, 400, "has 257 characters; 256 at most"),
+        ("load", {**LOAD, "lora_name": "a\u202eb"}, 400, "characters that cannot be printed"),
+        ("load", {**LOAD, "lora_name": "a\x00b"}, 400, "no control characters"),
+        ("load", {**LOAD, "lora_name": "a\nb"}, 400, "no control characters"),
+        ("load", {**LOAD, "lora_path": "/adapters/\x00"}, 400, "no control characters"),
+        ("load", {**LOAD, "lora_path": "/" + "a" * 4096}, 400, "4096 characters at most"),
         ("unload", {"lora_name": "x"}, 404, "no LoRA adapter 'x' is loaded"),
         ("unload", {}, 400, "lora_name is missing"),
     ],
@@ -72,3 +79,5 @@ def test_modules_to_begin_with_are_names_and_folders() -> None:
     for wrong in ("a", "=x", "a= "):
         with pytest.raises(ConfigError, match="a name and a folder, as in"):
             ServerConfig(lora_modules=(wrong,))
+    with pytest.raises(ConfigError, match="--lora-modules: the name 'a/b' has a slash"):
+        ServerConfig(lora_modules=("a/b=/x",))

@@ -18,7 +18,7 @@ def test_sleep_and_wake_up(start_server: Any) -> None:
     server = start_server()
     reply = server.http.post("/admin/sleep?level=2")
     assert (reply.status_code, reply.json()) == (200, {"is_sleeping": True, "replicas": [{"rank": 0, "asleep": BOTH}]})
-    assert server.engine.operations == [("halt", {}), ("sleep", {"level": 2})]
+    assert server.engine.operations == [("pause", {"mode": "keep"}), ("sleep", {"level": 2})]
     assert read_state(server.run_directory) == DeploymentState(sleep_level=2, asleep=("weights", "kv_cache"))
     refused = server.complete()
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
@@ -27,7 +27,7 @@ def test_sleep_and_wake_up(start_server: Any) -> None:
     assert server.http.get("/livez").status_code == 200
 
     assert server.http.post("/admin/wake_up?tags=weights").status_code == 200
-    assert server.engine.operations[-1] == ("wake_up", {"tags": ["weights"]})
+    assert server.engine.operations[-2:] == [("wake_up", {"tags": ["weights"]}), ("resume", {})]
     assert read_state(server.run_directory).asleep == ("kv_cache",)
     assert server.http.post("/admin/wake_up").json()["is_sleeping"] is False
     assert read_state(server.run_directory).asleep == ()
@@ -46,17 +46,38 @@ def test_update_weights(start_server: Any) -> None:
     assert read_state(server.run_directory) == DeploymentState()
     server.engine.refusals.clear()
     assert server.http.post("/admin/update_weights", json=update).status_code == 200
-    assert server.engine.operations[2:] == [("halt", {}), ("discard_weights", {}), ("load_weights", update)]
+    assert server.engine.operations[2:] == [
+        ("pause", {"mode": "keep"}),
+        ("discard_weights", {}),
+        ("load_weights", update),
+        ("resume", {}),
+    ]
     assert read_state(server.run_directory).weights == "/models/new"
 
 
 def test_a_refusal_leaves_no_wish_behind(start_server: Any) -> None:
     server = start_server()
-    server.engine.refusals["halt"] = "engines that share experts do not sleep"
+    server.engine.refusals["pause"] = "not now"
     for path, body in (("/admin/sleep", None), ("/admin/update_weights", {"model": "/new"})):
         assert server.http.post(path, json=body).status_code == 400
     assert read_state(server.run_directory) == DeploymentState()
-    assert server.engine.operations == [("halt", {}), ("check_weights", {"model": "/new"}), ("halt", {})]
+    stop = [("pause", {"mode": "keep"}), ("resume", {})]
+    assert server.engine.operations == [*stop, ("check_weights", {"model": "/new"}), *stop]
+
+
+def test_pause_and_resume(start_server: Any) -> None:
+    server = start_server()
+    reply = server.http.post("/admin/pause?mode=wait")
+    assert (reply.status_code, reply.json()) == (200, {"is_paused": True, "replicas": [{"rank": 0, "paused": True}]})
+    assert server.engine.operations == [("pause", {"mode": "wait"})]
+    assert read_state(server.run_directory).paused
+    server.http.post("/admin/sleep")
+    server.http.post("/admin/wake_up")
+    assert ("resume", {}) not in server.engine.operations, "the operator has paused them"
+    assert server.http.get("/admin/is_paused").json()["is_paused"] is True
+    assert server.http.post("/admin/resume").json()["is_paused"] is False
+    assert server.engine.operations[-1] == ("resume", {})
+    assert read_state(server.run_directory) == DeploymentState(sleep_level=1)
 
 
 def test_one_operation_at_a_time(start_server: Any) -> None:
@@ -74,6 +95,7 @@ def test_one_operation_at_a_time(start_server: Any) -> None:
     [
         ("/admin/sleep?level=3", None, "level is 3"),
         ("/admin/sleep?level=x", None, "level"),
+        ("/admin/pause?mode=stop", None, "mode is 'stop'; there are abort, wait, keep"),
         ("/admin/wake_up?tags=weights&tags=all", None, "no tag 'all'"),
         ("/admin/update_weights", {"model": 5}, "model is 5"),
         ("/admin/update_weights", {"model": " "}, "model is ' '"),

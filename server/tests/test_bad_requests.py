@@ -93,6 +93,14 @@ def test_a_body_is_json_unless_it_says_otherwise(server: Any) -> None:
     refused(other)
 
 
+def test_a_body_of_a_million_values_is_refused_before_it_is_parsed(server: Any) -> None:
+    headers = {"content-type": "application/json"}
+    reply = server.http.post("/v1/completions", content=b"[" + b"1," * 1_000_001, headers=headers)
+    assert "more than 1000000 commas" in refused(reply)["message"]
+    ids = server.http.post("/v1/completions", json={"model": "m", "prompt": [5] * 200_000})  # read off the event loop
+    assert "prompt has 200000 tokens" in refused(ids, param="prompt")["message"]
+
+
 def test_a_compressed_body_is_refused_as_such(server: Any) -> None:
     content = gzip.compress(b'{"model": "m", "prompt": "a", "max_tokens": 1}')
     reply = server.http.post("/v1/completions", content=content, headers={"content-encoding": "gzip"})

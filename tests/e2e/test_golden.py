@@ -6,23 +6,9 @@ from typing import Any
 
 import pytest
 
+from fourfold.testing.golden import CHATS, COMPLETIONS
+
 from .running_server import Server, Stream, chat
-
-ALPHABET = "DEFGHIJKLMNOPQRSTUVWXYZ\n\n"
-HI = "Hello there! I'm here to help with any kind of creative writing project. What can I help you with?"
-
-COMPLETIONS = {
-    "G1": ("The capital of France is", 5, 4, " Paris.\n\n"),
-    "G2": ("1, 2, 3, 4, 5,", 14, 12, " 6, 7, 8, 9,"),
-    "G3": ("Here is the English alphabet: ABC", 7, 16, ALPHABET),
-    "G4": ("♥" * 12, 24, 14, "♥" * 7),
-    "G5": ("1. 日本\n2. 日本\n3. 日本\n4. 日本\n5.", 30, 14, " 日本\n6. 日本\n7."),
-    "G6": (" ".join(["你好"] * 6), 29, 10, " 你好 你好"),
-}
-CHATS = {
-    "G7": ("What is the capital of France?", 37, 8, "The capital of France is Paris."),
-    "G8": ("Say hi.", 33, 24, HI),
-}
 
 
 def answer(server: Server, path: str, body: dict[str, Any]) -> tuple[str, str, dict[str, int]]:

@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from .conftest import Start
-from .running_server import Server, wait_until
+from .running_server import Server, Stream, wait_until
+from .test_lifecycle import completion
+from .test_operations import post, save_other_weights, text_of
+from .test_replicas import SEEDED, processes, replicas
 
 TOGETHER = ["--data-parallel-size", "2", "--enable-expert-parallel", "--num-blocks", "2000"]
 
@@ -97,6 +100,77 @@ def test_the_engines_restart_together_and_the_request_goes_on(start: Start, tiny
     after = {name: state["pid"] for name, state in server.states().items() if name.startswith("engine_core DP")}
     assert not set(before.values()) & set(after.values())
     assert complete(server, 1, "Once upon a time", tokens=200) == expected
+
+
+VICTIMS: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "an engine": ((), "engine_core", "DP1"),
+    "a worker": (("--tensor-parallel-size", "2"), "worker", "DP0.PP0.TP1"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_no_stream_ends_with_a_rank(start: Start, tiny_mixture: Path, victim: str) -> None:
+    options, role, label = VICTIMS[victim]
+    server = start(*TOGETHER, *options, model=tiny_mixture)
+    bodies = [completion(150, **{**SEEDED, "seed": seed}) for seed in range(16)]
+
+    def open_all() -> list[Stream]:
+        return [Stream(server, "/v1/completions", body) for body in bodies]
+
+    undisturbed = open_all()
+    for opened in undisturbed:
+        opened.join()
+    streams = open_all()
+    for opened in streams:
+        opened.wait_for_events(5)
+    os.kill(processes(server, role)[label], signal.SIGKILL)
+    for opened, reference in zip(streams, undisturbed):
+        opened.join()
+        assert (opened.error, opened.text) == (None, reference.text)
+    wait_until(lambda: replicas(server) == ["running"] * 2, 60, "both replicas")
+    wait_until(lambda: server.metric("fourfold_kv_cache_usage") == 0, 5, "all blocks free")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [(), ("--tensor-parallel-size", "2")], ids=["tp 1", "tp 2"])
+def test_the_engines_sleep_and_take_other_weights_together(
+    start: Start, tiny_mixture: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    other = save_other_weights(tiny_mixture, tmp_path / "other")
+    alone = start(model=other, load_format="auto")
+    new = text_of(alone, 0)
+    alone.kill()
+    moving = ["--moe-ep-redundant-experts", "1", "--moe-ep-rebalance-interval", "8", "--moe-ep-rebalance-gain", "0"]
+    server = start(*TOGETHER, *moving, *options, model=tiny_mixture)
+    body = completion(150, **SEEDED)
+    reference = Stream(server, "/v1/completions", body)
+    reference.join()
+    old = [text_of(server, engine) for engine in range(2)]
+    streams = [Stream(server, "/v1/completions", body) for _ in range(4)]
+    for opened in streams:
+        opened.wait_for_events(3)
+    for level in (1, 2):
+        assert post(server, f"/admin/sleep?level={level}")["is_sleeping"]
+        assert server.metric("fourfold_num_requests_waiting") == len(streams)
+        assert post(server, "/admin/wake_up?tags=kv_cache")["is_sleeping"]
+        assert not post(server, "/admin/wake_up")["is_sleeping"]
+    assert post(server, "/admin/pause")["is_paused"]
+    assert not post(server, "/admin/resume")["is_paused"]
+    for opened in streams:
+        opened.join()
+        assert (opened.error, opened.text) == (None, reference.text)
+    assert [text_of(server, engine) for engine in range(2)] == old
+    waiting = Stream(server, "/v1/completions", body)
+    waiting.wait_for_events(3)
+    post(server, "/admin/update_weights", {"model": str(other)})
+    waiting.join()
+    assert waiting.error is None
+    for _ in range(3):
+        assert [text_of(server, engine) for engine in range(2)] == [new, new]
+    os.kill(server.states()["engine_core DP0"]["pid"], signal.SIGKILL)
+    assert text_of(server, 1) == new != old[1]
+    wait_until(lambda: server.metric("fourfold_kv_cache_usage") == 0, 5, "all blocks free")
 
 
 LAYOUTS = {

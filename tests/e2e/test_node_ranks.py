@@ -15,10 +15,11 @@ from fourfold.checkpoints.progress import NoProgress
 from fourfold.checkpoints.resolve import resolve_checkpoint
 from fourfold.config.model_config import ModelConfig
 from fourfold.plugins import load_plugins
+from fourfold.testing.golden import CHATS, COMPLETIONS
 
 from .conftest import Start
 from .running_server import Server, chat, wait_until
-from .test_golden import CHATS, COMPLETIONS, answer
+from .test_golden import answer
 from .test_lifecycle import completion, stream, wait_until_gone
 from .test_nodes import NODE, SECRET, everything, wait_for_log
 

@@ -81,6 +81,8 @@ def test_a_node_that_is_lost_costs_no_request_and_may_come_back(cluster: Callabl
     wait_until_gone(lost)
     assert replicas(first) == ["running", "dead"]
     wait_for_log(first, f"({NODE}) is lost: its connection has ended; it had replicas 1")
+    with first.client() as client:
+        assert [row["state"] for row in client.get("/topology").json()["nodes"]] == ["running", "lost"]
 
     again = headless(cluster)
     wait_until(lambda: replicas(first) == ["running", "running"], 60, "the replica to come back")

@@ -12,11 +12,12 @@ import psutil
 import pytest
 
 from fourfold import LLM
+from fourfold.testing.golden import CHATS, COMPLETIONS
 from fourfold_executor_ray.session import kill_session
 
 from .conftest import ONE_THREAD, Start
 from .running_server import Server, Stream, chat, wait_until
-from .test_golden import CHATS, COMPLETIONS, answer
+from .test_golden import answer
 from .test_lifecycle import completion
 from .test_replicas import PROMPTS, replicas
 from .test_tensor_parallel import IDS, answers, expected

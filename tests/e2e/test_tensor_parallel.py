@@ -10,8 +10,7 @@ import pytest
 from fourfold import LLM
 from fourfold.errors import ConfigError
 from fourfold.sampling_params import SamplingParams
-
-from .test_golden import CHATS, COMPLETIONS
+from fourfold.testing.golden import CHATS, COMPLETIONS
 
 IDS = [
     [7042, 30, 198, 198],

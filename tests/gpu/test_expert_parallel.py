@@ -12,16 +12,14 @@ from fourfold import LLM, SamplingParams
 from .test_engine import some_prompts
 
 pytestmark = pytest.mark.multi_gpu
-SPREAD: dict[str, Any] = {
-    "tensor_parallel_size": 2,
-    "executor": "mp",
-    "comm": "nccl",
-    "enable_expert_parallel": True,
-}
+CUT: dict[str, Any] = {"tensor_parallel_size": 2, "executor": "mp", "comm": "nccl"}
+SPREAD = {**CUT, "enable_expert_parallel": True}
 PEER = {**SPREAD, "all_to_all": "peer"}
 MICROBATCHES = {"enable_dbo": True, "dbo_decode_tokens": 4, "dbo_prefill_tokens": 32}
 CUTS: dict[str, dict[str, Any]] = {
+    "cut, microbatches": {**CUT, **MICROBATCHES},
     "sums": SPREAD,
+    "sums, microbatches": {**SPREAD, **MICROBATCHES},
     "peer": PEER,
     "peer, eager": {**PEER, "enforce_eager": True},
     "peer, microbatches": {**PEER, **MICROBATCHES},

@@ -1,78 +1,53 @@
-"""Two hosts on this machine: network namespaces with an address each, joined by a cable that can be cut."""
+"""Two hosts for each test, and how deployments and clients are started on them."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-from collections.abc import Iterator
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from subprocess import Popen
 from typing import IO, Any
 
 import pytest
 
-from fourfold_executor_ray.session import kill_session
+from fourfold.testing.hosts import Hosts, NoHosts
 
-NAMES = ("fourfold-a", "fourfold-b")
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+PROGRAM = Path(__file__).parent / "http_program.py"
+URL = "http://127.0.0.1:8000"
+SECRET = {"FOURFOLD_CLUSTER_SECRET": "what only this test knows"}
 
-
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
-
-
-class Hosts:
-    """Host 0 and host 1; processes that are started on them end with the test."""
-
-    def __init__(self) -> None:
-        self._sessions: list[subprocess.Popen[str]] = []
-        for name in NAMES:
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-        ip("-n", NAMES[0], "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", NAMES[1])
-        for name, address in zip(NAMES, ADDRESSES):
-            ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
-            ip("-n", name, "link", "set", "cable", "up")
-
-    def start(self, host: int, *command: object, **environment: str) -> subprocess.Popen[str]:
-        """A process on a host, in a session of its own."""
-        process = subprocess.Popen(
-            ["ip", "netns", "exec", NAMES[host], *map(str, command)],
-            env={**os.environ, **environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self._sessions.append(process)
-        return process
-
-    def cut(self) -> None:
-        """Pull the cable."""
-        ip("-n", NAMES[1], "link", "set", "cable", "down")
-
-    def close(self) -> None:
-        for process in self._sessions:
-            kill_session(process.pid)
-            process.communicate()
-        remove()
-
-
-def remove() -> None:
-    """Whatever is there of the two hosts, also of a run that was killed."""
-    for name in NAMES:
-        subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+Make = Callable[..., Hosts]
 
 
 @pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    remove()
-    try:
-        made = Hosts()
-    except (OSError, subprocess.CalledProcessError) as error:
-        remove()
-        why = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
-        pytest.skip(f"this user cannot make network namespaces: {why}")
-    yield made
-    made.close()
+def make_hosts() -> Iterator[Make]:
+    """Makes the hosts, with the cable that a test wants."""
+    made: list[Hosts] = []
+
+    def make(**cable: Any) -> Hosts:
+        try:
+            made.append(Hosts(**cable))
+        except NoHosts as error:
+            pytest.skip(str(error))
+        return made[0]
+
+    yield make
+    for hosts in made:
+        hosts.close()
+
+
+@pytest.fixture
+def hosts(make_hosts: Make) -> Hosts:
+    return make_hosts()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """With a short path, as sockets lie in it."""
+    with tempfile.TemporaryDirectory(prefix="ff-ray-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 def line(stream: IO[Any] | None) -> str:
@@ -80,20 +55,38 @@ def line(stream: IO[Any] | None) -> str:
     return str(stream.readline()).strip()
 
 
-def wait_for_port(hosts: Hosts, host: int, address: str, port: int) -> float:
-    """Wait until somebody listens there; how long a connection from ``host`` takes, in milliseconds."""
+def serve(hosts: Hosts, host: int, folder: Path, *arguments: object, **environment: str) -> Popen[str]:
+    """``fourfold serve`` on a host; what it says is in ``folder / "log"``."""
+    folder.mkdir()
+    command = (sys.executable, "-m", "fourfold_server.cli", "serve", *arguments)
+    environment = {"OMP_NUM_THREADS": "1", **SECRET, **environment}
+    return hosts.start(host, *command, log=folder / "log", XDG_RUNTIME_DIR=str(folder), **environment)
+
+
+def ask(hosts: Hosts, *bodies: dict[str, Any]) -> Popen[str]:
+    """A client on host 0, whose streams have begun."""
+    client = hosts.start(0, sys.executable, PROGRAM, URL, json.dumps(bodies))
+    assert line(client.stdout) == "streaming"
+    return client
+
+
+def answers(client: Popen[str]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(line(client.stdout))
+    return found
+
+
+def wait_for_port(hosts: Hosts, host: int, address: str, port: int) -> None:
+    """Wait until ``host`` reaches somebody there."""
     code = (
         "import socket, time\n"
         "until = time.monotonic() + 60\n"
         "while True:\n"
         "    try:\n"
         f"        socket.create_connection(({address!r}, {port}), 1).close()\n"
-        "        start = time.perf_counter()\n"
-        f"        socket.create_connection(({address!r}, {port}), 1).close()\n"
         "        break\n"
         "    except OSError:\n"
         "        assert time.monotonic() < until\n"
         "        time.sleep(0.1)\n"
-        "print((time.perf_counter() - start) * 1e3)\n"
+        "print('open', flush=True)\n"
     )
-    return float(line(hosts.start(host, "python", "-c", code).stdout))
+    assert line(hosts.start(host, sys.executable, "-c", code).stdout) == "open"

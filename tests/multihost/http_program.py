@@ -42,14 +42,16 @@ def wait_until_ready(url: str) -> None:
 def stream(url: str, body: dict[str, Any], begun: threading.Barrier) -> dict[str, Any]:
     """The text, the error that ended it, and the seconds from the last event before it."""
     text, count, last = "", 0, time.monotonic()
-    with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=60) as reply:
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    with httpx.stream("POST", f"{url}{path}", json={**body, "stream": True}, timeout=120) as reply:
         for line in reply.iter_lines():
             if not line.startswith("data: {"):
                 continue
             event = json.loads(line.removeprefix("data: "))
             if "error" in event:
                 return {"text": text, "error": event["error"]["message"], "seconds": time.monotonic() - last}
-            text += "".join(choice["text"] for choice in event["choices"])
+            for choice in event["choices"]:
+                text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
             last = time.monotonic()
             count += 1
             if count == EVENTS:

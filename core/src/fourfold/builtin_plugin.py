@@ -79,7 +79,7 @@ def fourfold_attention_backends() -> list[AttentionBackendEntry]:
             name="torch",
             build=_lazy("fourfold.layers.torch_attention:TorchAttention"),
             summary="gathers the paged cache and attends with torch; slow, right, and everywhere",
-            capabilities=frozenset({"fp8_cache"}),
+            capabilities=frozenset({"fp8_cache", "latent_cache"}),
         )
     ]
 

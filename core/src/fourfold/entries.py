@@ -126,6 +126,8 @@ class CommunicatorContext:
     """Seconds for the rendezvous and for every collective."""
     one_host: bool = True
     """Whether all ranks of the group are on this host."""
+    hosts: tuple[int, ...] = ()
+    """A number for each rank, the same for ranks of one host; empty: not known."""
     address: str = ""
     """This host's IP address as the others reach it; empty: not known."""
 
@@ -186,6 +188,8 @@ class ParallelLayerContext:
     """For latent_qkv and moe layers."""
     latent: LatentAttentionDescription | None = None
     """Of a latent_qkv layer."""
+    caches_latents: bool = False
+    """Whether attention is over latents (``AttentionSpec.shared_values``), and not over heads made of them."""
     mixture: MixtureDescription | None = None
     """Of a moe layer; the fields that follow are its too."""
     layer: int = 0
@@ -194,7 +198,7 @@ class ParallelLayerContext:
     registry: PluginRegistry | None = None
     """Where it finds its own parts, by the names in ``config``."""
     expert_memory: WeightMemory | None = None
-    """Where its experts are, so that the engine can do without them while it sleeps."""
+    """Where its experts are, so that the engine can do without them while it sleeps; of a latent_qkv layer too."""
     expert_group: GroupCoordinator | None = None
     """The DP x TP ranks of its pipeline stage, over which experts may spread; None: those of ``communicator``."""
 

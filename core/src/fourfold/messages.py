@@ -115,15 +115,13 @@ class EngineStats(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0
     generation_tokens: int = 0
     prefix_cache_queries: int = 0
-    """Prompt tokens looked up."""
     prefix_cache_hits: int = 0
-    """Prompt tokens found."""
+    """Prompt tokens looked up, and of these those that were found."""
     preemptions: int = 0
     requests_finished: int = 0
     step_seconds: float = 0.0
-    """Seconds spent in steps."""
     overhead_seconds: float = 0.0
-    """Of these, seconds outside the model: scheduling, message building, output handling."""
+    """Seconds spent in steps, and of these outside the model: scheduling, message building, output handling."""
     pipeline_seconds: float = 0.0
     """Seconds with steps in the air, when the stages of a pipeline were last asked for the next two."""
     stage_busy_seconds: list[float] = []
@@ -136,14 +134,16 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """What the prefix cache holds, for ``prefix_cache.read_marks``: up to 4 KiB, last used last. None: as before."""
     asleep: tuple[str, ...] = ()
     """Which of ``fourfold.sleep_tags`` are; while any is, no request is taken."""
-    sleep_changes: int = 0
-    """How often ``asleep`` has changed."""
+    paused: bool = False
+    """Whether it has come to a stop until it is told to go on; requests are taken and wait."""
+    state_changes: int = 0
+    """How often ``asleep`` or ``paused`` has changed."""
 
     @property
     def version(self) -> int:
         """Grows with all that happens, so that of two reports of one incarnation the later one is known."""
         taken = 2 * self.requests_finished + self.num_running + self.num_waiting
-        return self.num_steps + taken + self.sleep_changes
+        return self.num_steps + taken + self.state_changes
 
 
 class StageInfo(msgspec.Struct, frozen=True, kw_only=True):

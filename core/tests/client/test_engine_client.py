@@ -15,6 +15,7 @@ import zmq
 from fourfold.balancers.least_work import LeastWork
 from fourfold.client.engine_client import EngineClient
 from fourfold.contracts.load_balancer import EngineState
+from fourfold.engine.operations import sleep_calls
 from fourfold.entries import LoadBalancerContext
 from fourfold.errors import EngineError, ExecutorFailed, RequestError
 from fourfold.messages import (
@@ -408,16 +409,18 @@ def test_operations_are_made_in_step_on_all_engines(run_directory: Path) -> None
             with FakeEngine(run_directory, count_up) as first:
                 await until(lambda: client.engine_states[0] is EngineState.READY, "engine 0 ready")
                 with pytest.raises(RequestError, match="engine 1 is starting") as starting:
-                    await client.call_all([("halt", {})], timeout=5)
+                    await client.call_all([("pause", {"mode": "keep"})], timeout=5)
                 assert (starting.value.status, first.operations) == (409, [])
                 with FakeEngine(run_directory, count_up, engine=1) as second:
                     await ready(client)
                     second.refusals["sleep"] = "not now"
                     with pytest.raises(RequestError, match="engine 1: not now") as refused:
-                        await client.call_all([("halt", {}), ("sleep", {"level": 1}), ("wake_up", {})], timeout=5)
+                        await client.call_all(
+                            [("pause", {"mode": "keep"}), ("sleep", {"level": 1}), ("wake_up", {})], timeout=5
+                        )
                     assert refused.value.status == 400
                     # The next call comes when all have answered the one before, and not after a refusal.
-                    assert first.operations == second.operations == [("halt", {}), ("sleep", {"level": 1})]
+                    assert first.operations == second.operations == sleep_calls(1)
                     assert client.engine_states == [EngineState.ASLEEP, EngineState.READY]
                     second.stop("boom")
                     await until(lambda: client.engine_states[1] is EngineState.DEAD, "engine 1 dead")
@@ -425,7 +428,7 @@ def test_operations_are_made_in_step_on_all_engines(run_directory: Path) -> None
                 assert client.engine_states[0] is EngineState.READY
                 client.mark_dead(0, "gone")
                 with pytest.raises(RequestError, match="no engine is up"):
-                    await client.call_all([("halt", {})], timeout=5)
+                    await client.call_all([("pause", {"mode": "keep"})], timeout=5)
 
     asyncio.run(scenario())
 
@@ -447,8 +450,8 @@ def test_an_engine_that_fails_again_and_again_holds_up_no_operation(run_director
                 client.hear(EngineStarting(engine=1, incarnation=3))
                 assert (client.links[1].condition, client.links[1].failure) == ("failing", "no such folder")
                 engines = client.engines_up()
-                await client.call_all([("halt", {})], timeout=5, engines=engines)
-                assert (first.operations, client.engines_missed(engines)) == ([("halt", {})], [1])
+                await client.call_all([("pause", {"mode": "keep"})], timeout=5, engines=engines)
+                assert (first.operations, client.engines_missed(engines)) == ([("pause", {"mode": "keep"})], [1])
                 client.hear(EngineDead(engine=1, incarnation=3, reason="wished", planned=True))
                 client.hear(EngineStarting(engine=1, incarnation=4))
                 with FakeEngine(run_directory, count_up, engine=1, incarnation=4) as second:

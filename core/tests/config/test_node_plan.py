@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fourfold.config.node_plan import plan_nodes
+from fourfold.config.node_plan import plan_nodes, spread_replicas
 from fourfold.config.options import build_engine_config
 from fourfold.errors import ConfigError
 
@@ -67,3 +67,18 @@ def test_an_engine_over_nodes_has_as_many_ranks_on_each() -> None:
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         plan_nodes(build_engine_config(**{"data_parallel_size": 4, "tensor_parallel_size": 2, **options}))
+
+
+def test_replicas_of_several_nodes_are_whole_on_each() -> None:
+    config = build_engine_config(
+        data_parallel_size=6, tensor_parallel_size=2, nnodes=3, node_rank=2, headless=True, master_address="10.0.0.1"
+    )
+    spread = spread_replicas(config)
+    assert (spread.nodes.nnodes, spread.nodes.data_parallel_address) == (1, "10.0.0.1")
+    assert spread.nodes.data_parallel_rpc_port == config.nodes.master_port
+    plan = plan_nodes(spread)
+    assert (plan.num_engines, plan.local, plan.ranks_per_engine) == (6, range(4, 6), 2)
+    with pytest.raises(ConfigError, match="--data-parallel-size 3: each node has as many whole replicas"):
+        spread_replicas(build_engine_config(data_parallel_size=3, nnodes=2))
+    alone = build_engine_config(tensor_parallel_size=2, nnodes=2)
+    assert spread_replicas(alone) is alone

@@ -12,10 +12,13 @@ from fourfold.config import resolution
 from fourfold.config.options import build_engine_config
 from fourfold.config.resolution import choose_dtype, resolve
 from fourfold.entries import (
+    AllToAllEntry,
     AttentionBackendEntry,
     ExecutorEntry,
+    ExpertPlacementEntry,
     LoadBalancerEntry,
     ParallelLayerEntry,
+    RebalancerEntry,
     SchedulerEntry,
     Suitability,
 )
@@ -102,6 +105,14 @@ def test_resolving_again_changes_nothing(registry):
     assert resolve(once, registry).config == once
 
 
+def test_who_places_replicas_is_the_executor(registry):
+    assert resolve(build_engine_config(data_parallel_backend="single"), registry).config.backends.executor == "single"
+    with pytest.raises(ConfigError, match="--data-parallel-backend is 'single' and --executor 'other': the executor"):
+        resolve(build_engine_config(data_parallel_backend="single", executor="other"), registry)
+    with pytest.raises(PluginError, match="no executor called 'singel'; did you mean 'single'"):
+        resolve(build_engine_config(data_parallel_backend="singel"), registry)
+
+
 @pytest.mark.parametrize(
     ("wanted", "device", "features", "dtype"),
     [
@@ -176,3 +187,26 @@ def test_resolution_needs_no_torch():
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("field", ["all_to_all", "expert_placement", "rebalancer"])
+def test_ways_of_experts_that_are_not_spread_are_refused(field):
+    class Spreading(Sample):
+        @hookimpl
+        def fourfold_all_to_alls(self):
+            return [AllToAllEntry(name="it", build=nothing)]
+
+        @hookimpl
+        def fourfold_expert_placements(self):
+            return [ExpertPlacementEntry(name="it", build=nothing)]
+
+        @hookimpl
+        def fourfold_rebalancers(self):
+            return [RebalancerEntry(name="it", build=nothing)]
+
+    registry = load_plugins(entry_points=False, extra={"spreading": Spreading()})
+    option = f"--{field.replace('_', '-')}"
+    with pytest.raises(ConfigError, match=f"{option} is 'it', for experts that are spread .* --enable-expert-parallel"):
+        resolve(build_engine_config(**{field: "it"}), registry)
+    resolve(build_engine_config(**{field: "it", "enable_expert_parallel": True}), registry)
+    resolve(build_engine_config(**{field: "it", "parallel_layer": "moe=spread"}), registry)

@@ -17,7 +17,7 @@ from fourfold.config.engine_config import EngineConfig
 from fourfold.config.parallel_config import ParallelConfig
 from fourfold.config.timeout_config import TimeoutConfig
 from fourfold.distributed import connection
-from fourfold.distributed.connection import connect
+from fourfold.distributed.connection import connect, spans
 from fourfold.distributed.model_parallel import ModelParallel
 from fourfold.distributed.process_group_communicator import ProcessGroupCommunicator
 from fourfold.distributed.store import scoped
@@ -232,6 +232,15 @@ def over_nodes(rank: Rank, comm: str) -> Any:
 
 def test_groups_over_nodes_are_offered_nothing_for_one_host(rank_pool: Pool) -> None:
     assert rank_pool(4).run(over_nodes, "tp=plain,pp=auto") == ["plain"] * 4
+
+
+@pytest.mark.parametrize(
+    ("hosts", "offered"),
+    [((0, 0), ["any", "one"]), ((0, 1), ["any"]), ((0, 0, 1), ["any", "several"]), ((0, 1, 0, 1), ["any", "several"])],
+)
+def test_what_is_offered_depends_on_the_hosts(hosts: tuple[int, ...], offered: list[str]) -> None:
+    capabilities = {"any": {"cpu"}, "one": {"one_host"}, "several": {"several_hosts"}}
+    assert [name for name, found in capabilities.items() if spans(found, hosts)] == offered
 
 
 def test_a_communicator_knows_whether_its_group_is_on_one_host_and_the_own_address(rank_pool: Pool) -> None:

@@ -44,6 +44,7 @@ class FakeCore:
         self.aborted: list[str] = []
         self.step_error: Exception | None = None
         self.caches_reset = 0
+        self.paused = False
         self.in_the_air: list[Mapping[int, list[RequestOutput]]] = []
 
     @property
@@ -52,7 +53,18 @@ class FakeCore:
 
     @property
     def stats(self) -> EngineStats:
-        return EngineStats(num_running=len(self.left), num_steps=self.steps)
+        return EngineStats(num_running=len(self.left), num_steps=self.steps, paused=self.paused)
+
+    def pause(self, mode: str) -> Mapping[int, list[RequestOutput]]:
+        if mode not in ("wait", "abort"):
+            raise RequestError(f"mode is {mode!r}")
+        return {}
+
+    def confirm_pause(self) -> None:
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
 
     def add(self, request: AddRequest) -> RequestOutput | None:
         if request.request_id == "breaks":

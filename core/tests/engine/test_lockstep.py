@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from fourfold.contracts.step_part import StepVote
 from fourfold.coordinator.coordinator_loop import CoordinatorLoop
 from fourfold.coordinator.waves import WaveState
 from fourfold.engine.engine_loop import EngineLoop
-from fourfold.messages import AddRequest, CallUtility, EngineStats, FinishReason, RequestOutput
+from fourfold.messages import AddRequest, CallUtility, EngineStats, FinishReason, ForgetClient, RequestOutput
 from fourfold.sampling_params import SamplingParams
 
 NUM_ENGINES = 3
@@ -48,16 +48,39 @@ class Core:
     def __init__(self, engine: int, meeting: Meeting) -> None:
         self.left: dict[str, int] = {}
         self.steps = 0
+        self.mode: str | None = None
+        self.paused = False
+        self.operations: list[str] = []
         self._engine = engine
         self._meeting = meeting
 
     @property
     def has_work(self) -> bool:
-        return bool(self.left)
+        return bool(self.left) and self.mode != "keep"
 
     @property
     def stats(self) -> EngineStats:
-        return EngineStats(num_running=len(self.left), num_steps=self.steps)
+        return EngineStats(num_running=len(self.left), num_steps=self.steps, paused=self.paused)
+
+    def pause(self, mode: str) -> Mapping[int, list[RequestOutput]]:
+        self.mode = mode
+        return {}
+
+    def confirm_pause(self) -> None:
+        self.paused = True
+
+    def resume(self) -> None:
+        self.mode, self.paused = None, False
+
+    def settle(self) -> Iterator[Mapping[int, list[RequestOutput]]]:
+        return iter(())
+
+    def abort_client(self, client: int) -> None:
+        self.left.clear()
+
+    def sleep(self, level: int) -> None:
+        assert self.paused
+        self.operations.append(f"sleep {level}")
 
     def add(self, request: AddRequest) -> RequestOutput | None:
         self.left[request.request_id] = len(request.prompt_token_ids)
@@ -67,9 +90,11 @@ class Core:
         raise AssertionError("a step without the others")
 
     def step_together(self, vote: StepVote) -> tuple[Mapping[int, list[RequestOutput]], StepVote]:
-        assert vote.has_work == self.has_work
+        assert vote.has_work or not self.has_work
         reduced = self._meeting.reduce(self._engine, vote)
         self.steps += 1
+        if self.mode == "keep":
+            return {}, reduced
         ended = [name for name, left in self.left.items() if left == 1]
         self.left = {name: left - 1 for name, left in self.left.items() if left > 1}
         return {0: [RequestOutput(request_id=name, finish_reason=FinishReason.LENGTH) for name in ended]}, reduced
@@ -125,6 +150,25 @@ class Deployment:
         message = AddRequest(request_id=name, client=0, prompt_token_ids=[1] * steps, sampling=SamplingParams())
         self.senders[engine].send(msgspec.msgpack.encode(message))
 
+    def call(self, engine: int, method: str, **arguments: Any) -> None:
+        message = CallUtility(client=0, call_id=engine, method=method, arguments=arguments)
+        self.senders[engine].send(msgspec.msgpack.encode(message))
+
+    def answers(self, count: int) -> list[dict[str, Any]]:
+        """Of calls; outputs meanwhile are dropped."""
+        found: list[dict[str, Any]] = []
+        while len(found) < count:
+            assert self.client.poll(int(1000 * DEADLINE)), f"nobody answered beyond {found}"
+            message = msgspec.msgpack.decode(self.client.recv())
+            if "call_id" in message:
+                found.append(message)
+        return found
+
+    def resume(self) -> None:
+        for engine in range(NUM_ENGINES):
+            self.call(engine, "resume")
+        self.answers(NUM_ENGINES)
+
     def wait_for(self, *names: str) -> None:
         missing = set(names)
         while missing:
@@ -132,11 +176,14 @@ class Deployment:
             message = msgspec.msgpack.decode(self.client.recv())
             missing -= {output["request_id"] for output in message.get("outputs", [])}
 
-    def wait_until_all_sleep(self) -> None:
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         deadline, pause = time.monotonic() + DEADLINE, threading.Event()
-        while not self._all_sleep():
-            assert time.monotonic() < deadline, "a wave goes on"
-            pause.wait(0.01)
+        while not condition():
+            assert time.monotonic() < deadline, f"waited for {what}"
+            pause.wait(0.001)
+
+    def wait_until_all_sleep(self) -> None:
+        self.wait_until(self._all_sleep, "the end of a wave")
 
     def _all_sleep(self) -> bool:
         idle = self.coordinator[0]._waves.state is WaveState.IDLE
@@ -181,15 +228,56 @@ def test_steps_are_equal_once_all_sleep(deployment: Deployment) -> None:
     assert len({core.steps for core in deployment.cores}) == 1
 
 
-def test_an_engine_that_serves_others_does_not_sleep(deployment: Deployment) -> None:
-    call = CallUtility(client=0, call_id=1, method="sleep", arguments={"level": 1})
-    deployment.senders[1].send(msgspec.msgpack.encode(call))
-    reply: dict[str, Any] = {}
-    while "call_id" not in reply:
-        assert deployment.client.poll(int(1000 * DEADLINE))
-        reply = msgspec.msgpack.decode(deployment.client.recv())
-    assert reply["error_status"] == 400
-    assert "neither sleep nor change" in reply["error"]
+def test_engines_sleep_once_all_have_come_to_a_stop(deployment: Deployment) -> None:
+    deployment.call(1, "sleep", level=1)
+    assert "sleep of engines that step together needs a pause first" in deployment.answers(1)[0]["error"]
+    deployment.run(2, "long", 300)
+    deployment.wait_until(lambda: deployment.cores[2].steps > 20, "steps")
+    deployment.call(0, "pause", mode="keep")
+    deployment.call(1, "pause", mode="keep")
+    deployment.wait_until(lambda: deployment.cores[2].steps > 60, "the wave to go on until all are asked")
+    assert not any(core.paused for core in deployment.cores)
+    deployment.call(2, "pause", mode="keep")
+    assert [answer["error"] for answer in deployment.answers(3)] == [None] * 3
+    assert len({core.steps for core in deployment.cores}) == 1
+    left = deployment.cores[2].left["long"]
+    for engine in range(NUM_ENGINES):
+        deployment.call(engine, "sleep", level=1)
+    assert [answer["error"] for answer in deployment.answers(3)] == [None] * 3
+    assert [core.operations for core in deployment.cores] == [["sleep 1"]] * 3
+    deployment.run(1, "late", 2)
+    for engine in range(NUM_ENGINES):
+        assert deployment.cores[2].left["long"] == left
+        deployment.call(engine, "resume")
+    deployment.wait_for("long", "late")
+
+
+def test_a_pause_waits_for_all_requests_and_is_reached_by_those_without_any(deployment: Deployment) -> None:
+    deployment.run(0, "short", 40)
+    deployment.wait_until(lambda: deployment.cores[0].steps > 3, "steps")
+    for engine in range(NUM_ENGINES):
+        deployment.call(engine, "pause", mode="wait")
+    assert [answer["error"] for answer in deployment.answers(3)] == [None] * 3
+    assert deployment.cores[0].left == {}
+    deployment.resume()
+
+
+def test_a_pause_is_given_up_with_the_server_that_wanted_it(deployment: Deployment) -> None:
+    for engine in range(2):
+        deployment.call(engine, "pause", mode="keep")
+    deployment.wait_until(lambda: deployment.cores[0].mode == deployment.cores[1].mode == "keep", "both to know")
+    for loop in deployment.loops:
+        loop.order(ForgetClient(client=0))
+    deployment.wait_until(lambda: all(core.mode is None for core in deployment.cores), "both to give up")
+    deployment.run(0, "after", 3)
+    deployment.wait_until(lambda: deployment.cores[0].steps > 3 and not deployment.cores[0].left, "the request")
+
+
+def test_a_pause_that_not_all_reach_is_given_up_in_words(deployment: Deployment) -> None:
+    deployment.call(0, "pause", mode="keep")
+    deployment.call(0, "resume")
+    answers = deployment.answers(2)
+    assert {answer["error"] for answer in answers} == {None, "the engine went on before it had come to a stop"}
 
 
 def test_a_new_coordinator_hears_of_work_that_the_last_one_has_lost(deployment: Deployment) -> None:

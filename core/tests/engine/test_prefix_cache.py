@@ -106,6 +106,19 @@ def test_marks_of_a_prompt_leave_out_the_last_token() -> None:
     assert len(prompt_marks([1] * 10_000, 4, "")) == MAX_MARKED_BLOCKS
 
 
+@pytest.mark.parametrize("wrong", [-1, 1 << 32])
+def test_a_prompt_that_an_engine_will_refuse_has_no_marks(wrong: int) -> None:
+    assert len(prompt_marks([1] * 9 + [wrong] * 9, 4, "")) == 0
+
+
+def test_marks_of_a_prompt_are_those_of_its_digests() -> None:
+    tokens = list(range(49_000, 49_081))
+    marks = [int.from_bytes(digest[-4:], "little") for digest in _chain(tokens, 20, "salt")]
+    assert prompt_marks(tokens, 4, "salt").tolist() == marks
+    assert len(set(marks)) == 20
+    assert not set(marks) & set(prompt_marks(tokens, 4, "").tolist())
+
+
 def test_a_next_turn_is_found_where_the_last_one_ended() -> None:
     cache, tokens = Sketched(400), list(range(200))
     cache.run(tokens, 23)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fourfold.engine.operations import OPERATIONS, sleep_calls, update_calls
+from fourfold.engine.operations import OPERATIONS, sleep_calls, update_calls, wake_calls
 from fourfold.errors import CheckpointError, EngineError, RequestError
 from fourfold.sleep_tags import KV_CACHE, TAGS, WEIGHTS
 
@@ -23,7 +23,7 @@ def operate(engine: Any, calls: list[tuple[str, dict[str, Any]]]) -> None:
 
 @pytest.mark.parametrize(("depth", "stages"), [(1, 1), (3, 1), (2, 2)])
 @pytest.mark.parametrize(
-    "calls", [[*sleep_calls(1), ("wake_up", {})], [*sleep_calls(2), ("wake_up", {})], update_calls("new")]
+    "calls", [[*sleep_calls(1), *wake_calls(())], [*sleep_calls(2), *wake_calls(())], update_calls("new")]
 )
 def test_running_requests_are_computed_again_and_end_alike(
     toy_engine: Any, depth: int, stages: int, calls: Any
@@ -47,15 +47,15 @@ def test_asleep_nothing_runs_and_nobody_is_taken(toy_engine: Any) -> None:
     engine.step()
     operate(engine, sleep_calls(1))
     stats = engine.core.stats
-    assert (stats.asleep, stats.sleep_changes, engine.core.has_work) == (TAGS, 1, False)
+    assert (stats.asleep, stats.state_changes, engine.core.has_work) == (TAGS, 1, False)
     assert engine.core.step() == {}
     _, refusal = engine.try_add([4] * 3)
     assert (refusal.error_status, refusal.error) == (503, "the engine is asleep (weights, kv_cache); wake it up first")
     elsewhere = engine.add([5] * 3, output=[6])  # another engine died with it: it waits
-    engine.core.wake_up([WEIGHTS])
+    operate(engine, wake_calls([WEIGHTS]))
     assert (engine.core.stats.asleep, engine.core.has_work) == ((KV_CACHE,), False)
-    engine.core.wake_up([WEIGHTS])
-    engine.core.wake_up([KV_CACHE])
+    operate(engine, wake_calls([WEIGHTS]))
+    operate(engine, wake_calls([KV_CACHE]))
     assert engine.client.operations == ["sleep 1", "wake_up weights", "wake_up kv_cache complete"]
     engine.run()
     engine.check_finished(name)
@@ -105,3 +105,63 @@ def test_wrong_levels_tags_and_times_are_refused(toy_engine: Any) -> None:
     engine.step()
     with pytest.raises(EngineError, match="2 steps are in the air; settle them first"):
         engine.core.halt()
+
+
+def paused(engine: Any, mode: str) -> list[str]:
+    """Pause as the loop does; returns the requests that ended because of it."""
+    ended = [output.request_id for group in engine.core.pause(mode).values() for output in group]
+    while engine.core.has_work:
+        for output in engine.core.step().get(0, []):
+            engine.outputs[output.request_id].append(output)
+    engine.core.confirm_pause()
+    return ended
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_what_a_pause_keeps_goes_on_after_it(toy_engine: Any, depth: int) -> None:
+    engine = toy_engine(depth=depth)
+    name = engine.add([3] * 20, max_tokens=30)
+    for _ in range(5):
+        engine.step()
+    assert paused(engine, "keep") == []
+    assert (engine.core.stats.paused, engine.core.stats.num_running) == (True, 1)
+    later = engine.add([4] * 5)
+    assert (engine.core.has_work, engine.core.step()) == (False, {})
+    engine.core.resume()
+    assert not engine.core.stats.paused
+    engine.run()
+    for each in (name, later):
+        engine.check_finished(each)
+    engine.check_idle()
+
+
+def test_a_pause_waits_for_what_has_begun_and_preempted_it_may_be(toy_engine: Any) -> None:
+    engine = toy_engine(depth=2)
+    begun = [engine.add([3 + number] * 20, max_tokens=30) for number in range(2)]
+    for _ in range(3):
+        engine.step()
+    for outputs in engine.core.settle():
+        for output in outputs[0]:
+            engine.outputs[output.request_id].append(output)
+    engine.core.halt()  # which preempts both
+    engine.core.wake_up()
+    later = engine.add([9] * 4)
+    assert paused(engine, "wait") == []
+    for each in begun:
+        engine.check_finished(each)
+    assert (engine.core.stats.num_running, engine.core.stats.num_waiting) == (0, 1)
+    engine.core.resume()
+    engine.run()
+    engine.check_finished(later)
+    engine.check_idle()
+
+
+def test_a_pause_may_end_everything(toy_engine: Any) -> None:
+    engine = toy_engine(depth=3)
+    names = [engine.add([3 + number] * 20, max_tokens=30) for number in range(3)]
+    engine.step()
+    assert sorted(paused(engine, "abort")) == sorted(names)
+    engine.core.resume()
+    engine.check_idle()
+    with pytest.raises(RequestError, match="mode is 'stop'; there are abort, wait, keep"):
+        engine.core.pause("stop")

@@ -15,6 +15,7 @@ from fourfold.checkpoints.resolve import resolve_checkpoint
 from fourfold.config.backend_config import BackendConfig
 from fourfold.config.cache_config import CacheConfig
 from fourfold.config.engine_config import EngineConfig
+from fourfold.config.lora_config import LoraConfig
 from fourfold.config.model_config import ModelConfig
 from fourfold.contracts.attention_backend import AttentionMetadata
 from fourfold.entries import WorkerContext
@@ -41,12 +42,14 @@ def load_decoder(
     load_format: str = "auto",
     dtype: torch.dtype = torch.float32,
     fp8_cache: bool = False,
+    lora: bool = False,
 ) -> Decoder:
     """A decoder of core's own backends on the CPU."""
     config = EngineConfig(
         model=ModelConfig(model=str(model), max_model_len=max_model_len, load_format=load_format),
         cache=CacheConfig(kv_cache_dtype="fp8" if fp8_cache else "auto"),
         backends=BACKENDS,
+        lora=LoraConfig(enable_lora=lora),
     )
     registry = core_registry()
     checkpoint = resolve_checkpoint(config.model, registry, NoProgress())

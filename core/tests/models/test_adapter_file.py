@@ -75,6 +75,46 @@ def test_what_it_says_of_itself_is_refused(tmp_path: Path, config: dict[str, Any
 
 
 @pytest.mark.parametrize(
+    "config",
+    [
+        {
+            "target_modules": ["up_proj", "k_proj"],
+            "layers_to_transform": None,
+            "exclude_modules": r".*(0\.mlp|1\.self).*",
+        },
+        {"target_modules": [UP, "layers.0.self_attn.k_proj"]},
+        {"target_modules": r".*\.(1\.mlp\.up|0\.self_attn\.k)_proj", "layers_to_transform": [7]},
+        {"target_modules": None},
+    ],
+)
+def test_tensors_are_those_of_the_target_modules(tmp_path: Path, config: dict[str, Any]) -> None:
+    assert read_adapter(write(tmp_path, **config), MODEL, max_rank=4).modules.keys() == {UP, KEY}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"target_modules": ["up_proj"]}, rf"adapts {KEY}, and .* has it not among target_modules"),
+        ({"target_modules": []}, r"has it not among target_modules"),
+        ({"target_modules": ["j_proj"]}, r"has it not among target_modules"),
+        ({"target_modules": ["up_proj", "k_proj"]}, r"has model\.layers\.0\.mlp\.up_proj among target_modules"),
+        ({"target_modules": ["up_proj", "k_proj"], "layers_to_transform": 1}, rf"adapts {KEY}, and"),
+        ({"target_modules": [UP, KEY, "lm_head", "q_proj"]}, r"self_attn\.q_proj .* has no matrix of it"),
+        ({"target_modules": "all-linear"}, r"has no matrix of it"),
+        ({"target_modules": "("}, r"target_modules: '\(', which is no pattern"),
+        ({"target_modules": {"up_proj": 1}}, r"target_modules: .*; a list of names, or a pattern"),
+        ({"target_modules": [1]}, r"target_modules: \[1\]; a list of names"),
+        ({"target_modules": ["up_proj"], "layers_to_transform": ["1"]}, r"layers_to_transform: .* layer numbers"),
+    ],
+)
+def test_tensors_that_contradict_the_target_modules_are_refused(
+    tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_adapter(write(tmp_path, **config), MODEL, max_rank=4)
+
+
+@pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
         ("base_model.model.lm_head.lora_A.weight", (4, 8), "adapts lm_head; only the linear layers"),

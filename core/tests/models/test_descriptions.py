@@ -29,7 +29,11 @@ def gemma(version: str, **settings: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\).*use the unquantised model"),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq, .*the unquantised model"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            r"\(fp8, weight_block_size None\).*only fp8 with a scale a block",
+        ),
         ({"num_local_experts": 8}, "num_local_experts: 8, but LlamaForCausalLM has no mixture of experts"),
         ({"hidden_act": "relu2"}, "activation 'relu2' is not supported; supported: silu, swish, gelu"),
         ({"rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not supported; supported: default, linear"),

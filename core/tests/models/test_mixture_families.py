@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,6 +112,63 @@ def test_logits_equal_transformers(
     pieces = [steps.step({0: ids[:33]})]
     pieces += [steps.step({0: [token]}) for token in ids[33:]]
     assert (torch.cat(pieces) - expected).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_latents_are_cached_once_in_place_of_all_heads(
+    fp8: bool, save_random: SaveRandom, reference_logits: Reference, load_decoder: Callable[..., Any], paged: Any
+) -> None:
+    folder, model = save_random("DeepseekV3", **{**SMALL, **LATENT, **GROUPS})
+    ids = prompt(45)
+    expected = reference_logits(model, ids)
+    nbytes = []
+    for lora in (False, True):  # with adapters it is heads
+        decoder = load_decoder(folder, fp8_cache=fp8, lora=lora)
+        steps = paged(decoder)
+        pieces = [steps.step({0: ids[:33]}), *(steps.step({0: [token]}) for token in ids[33:])]
+        assert (torch.cat(pieces) - expected).abs().max() < (expected.abs().max() / 4 if fp8 else 1e-3)
+        spec = decoder.kv_cache_specs()[0]
+        nbytes.append(spec.bytes_per_block // spec.block_size)
+    assert nbytes == ([20 + 8 + 4, 2 * 6 * (20 + 4)] if fp8 else [4 * (20 + 8), 4 * 2 * 6 * 20])
+
+
+def test_a_checkpoint_in_fp8_blocks_is_the_model_of_its_rounded_weights(
+    save_random: SaveRandom, reference_logits: Reference, load_decoder: Callable[..., Any], paged: Any
+) -> None:
+    folder, model = save_random("DeepseekV3", **{**SMALL, **LATENT, **GROUPS})
+    (file,) = folder.glob("*.safetensors")
+    stored, rounded, block = {}, model.state_dict(), 16
+    for name, weight in load_file(file).items():
+        if not name.endswith("_proj.weight"):
+            stored[name] = weight
+            continue
+        tiles = [-(-size // block) for size in weight.shape]
+        padded = torch.zeros(tiles[0] * block, tiles[1] * block)
+        padded[: weight.shape[0], : weight.shape[1]] = weight
+        scales = padded.view(tiles[0], block, tiles[1], block).abs().amax((1, 3)) / 448
+        factors = scales.repeat_interleave(block, 0).repeat_interleave(block, 1)[: weight.shape[0], : weight.shape[1]]
+        stored[name] = (weight / factors).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = scales
+        if name in rounded:
+            rounded[name].copy_(stored[name].float() * factors)
+    save_file(stored, file)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [block, block], "fmt": "e4m3"}
+    (folder / "config.json").write_text(json.dumps(config))
+    for layer, expert, part in itertools.product(range(3), range(8), ("gate", "up", "down")):
+        name = f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
+        if name in stored and name not in rounded:  # the reference stacks experts
+            stacked = rounded[f"model.layers.{layer}.mlp.experts.{'down' if part == 'down' else 'gate_up'}_proj"][
+                expert
+            ]
+            factors = stored[f"{name}_scale_inv"].repeat_interleave(block, 0).repeat_interleave(block, 1)
+            values = stored[name].float() * factors[: stored[name].shape[0], : stored[name].shape[1]]
+            half = len(stacked) // 2
+            target = stacked if part == "down" else stacked[:half] if part == "gate" else stacked[half:]
+            target.copy_(values)
+    ids = prompt(30)
+    expected = reference_logits(model, ids)
+    assert (paged(load_decoder(folder)).step({0: ids}) - expected).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("name", ["Mixtral-plain", "Qwen2Moe-shared"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fourfold.errors import ConfigError
-from fourfold.nodes.addresses import address_towards, own_address, tcp_url
+from fourfold.nodes.addresses import address_towards, listening_address, own_address, tcp_url
 
 
 def test_an_interface_or_an_address_of_this_host() -> None:
@@ -17,6 +17,19 @@ def test_an_interface_or_an_address_of_this_host() -> None:
 def test_what_is_not_here_is_named(name: str) -> None:
     with pytest.raises(ConfigError, match=f"--x is '{name}', no interface or address of this host, which has .*lo"):
         own_address(name, option="--x")
+
+
+def test_who_is_found_by_an_address_listens_there() -> None:
+    def listen(given: str, interface: str | None) -> str:
+        return listening_address(given, interface, option="--x")
+
+    assert listen("anywhere", None) == "anywhere"
+    assert listen("127.0.0.1", "lo") == "127.0.0.1"
+    assert listen("localhost", "127.0.0.2") == "127.0.0.2"
+    with pytest.raises(ConfigError, match=r"with the address 127.0.0.2, and other nodes look for this one at 10.9.8.7"):
+        listen("10.9.8.7", "127.0.0.2")
+    with pytest.raises(ConfigError, match="--node-interface is 'eth99', no interface or address of this host"):
+        listen("127.0.0.1", "eth99")
 
 
 def test_the_way_to_a_host() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -101,3 +102,19 @@ def test_imports_no_torch() -> None:
     code = "import fourfold.text.hf_tokenizer, fourfold.checkpoints.resolve, fourfold.models.families, sys"
     code += "; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_other_threads_run_while_it_encodes(save: Save) -> None:
+    tokenizer = save(byte_level())
+    turns, done = 0, threading.Event()
+
+    def work() -> None:
+        tokenizer.encode("abc " * 50_000)
+        done.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not done.is_set():  # a tokenizer that keeps the interpreter to itself leaves this loop one turn or two
+        turns += 1
+    thread.join()
+    assert turns > 500

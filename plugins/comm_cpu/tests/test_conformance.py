@@ -14,3 +14,15 @@ class TestShmOfFour(CommunicatorConformance):
 
 class TestGloo(CommunicatorConformance):
     name = "gloo"
+
+
+class TestBothOfThree(CommunicatorConformance):
+    """Two ranks on one host, one on another."""
+
+    name = "shm-gloo"
+    world_size = 3
+
+
+class TestBothOfFour(CommunicatorConformance):
+    name = "shm-gloo"
+    world_size = 4

@@ -174,6 +174,22 @@ def test_a_program_that_is_connected_brings_its_cluster_and_its_group(shared_clu
     assert result.stdout == "2\n"
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_a_stopped_rank_is_ended_and_named(rank: int, start: Start, cluster: RayCluster) -> None:
+    executor = start(2, 2, worker=FAULTY, stall_timeout=2.0)
+    node = executor.collective_rpc("place")[rank][0]
+    failures = note_failures(executor)
+    pids = executor.collective_rpc("pid")
+    os.kill(pids[rank], signal.SIGSTOP)
+    wait_until(lambda: failures, "news of the stopped rank", 2.0 + NOTICED)
+    assert node in str(failures[0])
+    # The rank that has its node's connection is lost with that.
+    how = "no sign of life for 4 s" if rank == 2 else f"rank {rank} on node {node} was stopped by a signal for 2 s"
+    assert how in str(failures[0])
+    wait_until_gone(pids)
+
+
 def test_the_end_of_the_driver_is_the_end_of_the_ranks(start: Start, cluster: RayCluster) -> None:
     executor = start(1, 2, settings=RaySettings(placement="spread"))
     failures = note_failures(executor)

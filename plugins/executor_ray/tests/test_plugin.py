@@ -61,3 +61,13 @@ def test_replicas_need_a_cluster_that_they_share() -> None:
     config = EngineConfig(parallel=ParallelConfig(data_parallel_size=2), backends=BackendConfig(executor="ray"))
     with pytest.raises(ConfigError, match="no Ray cluster is given that replicas could share"):
         load_plugins().check_config(config)
+
+
+@pytest.mark.parametrize("setting", [{"placement_group": "mine"}, {"placement": "spread"}, {"address": "local"}])
+def test_settings_of_another_executor_are_refused(setting: dict[str, str]) -> None:
+    (name, value) = next(iter(setting.items()))
+    settings = {"ray": RaySettings(**setting)}  # type: ignore[arg-type]
+    option = f"--ray-{name.replace('_', '-')}"
+    with pytest.raises(ConfigError, match=f"{option} is '{value}', and the executor is 'mp'; use --executor ray"):
+        load_plugins().check_config(EngineConfig(backends=BackendConfig(executor="mp"), plugins=settings))
+    load_plugins().check_config(EngineConfig(backends=BackendConfig(executor="ray"), plugins=settings))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from fourfold.errors import ConfigError
+from fourfold_server.adapter_name import fault_of_name
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 OnFailure = Literal["restart", "exit"]
@@ -35,7 +36,7 @@ class ServerConfig:
     strict_max_tokens: bool = False
     """Whether a max_tokens beyond the context is refused in place of cut."""
     max_body_bytes: int = 8 * 1024 * 1024
-    """Bytes of a request body at most; the largest one keeps other requests waiting for some 0.1 s."""
+    """Bytes of a request body at most."""
     on_failure: OnFailure = "restart"
     """What to do when an engine dies: restart it, or exit with a status that is not 0."""
     log_level: LogLevel = "info"
@@ -56,6 +57,9 @@ class ServerConfig:
         for item, (name, folder) in zip(self.lora_modules, self.adapters, strict=True):
             if not name or not folder:
                 raise ConfigError(f"--lora-modules has {item!r}; a name and a folder, as in sql=/adapters/sql")
+            fault = fault_of_name(name)
+            if fault is not None:
+                raise ConfigError(f"--lora-modules: the name {name!r:.100} {fault}")
         if self.max_body_bytes < 1024:
             raise ConfigError(f"--max-body-bytes is {self.max_body_bytes}; 1024 or more")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):

@@ -9,9 +9,9 @@ from typing import Any, Self
 from starlette.requests import Request
 
 from fourfold.text.served_model import ServedModel
-from fourfold_server.fields import Table, read_fields
-from fourfold_server.json_body import read_json_object
+from fourfold_server.fields import Table
 from fourfold_server.replica_choice import read_rank
+from fourfold_server.request_fields import read_request_fields
 from fourfold_server.sampling_fields import check_constants, read_stream_options
 from fourfold_server.state import ServerState
 
@@ -40,9 +40,7 @@ class GeneratingRequest:
         arrival = time.monotonic()
         model = state.serving()
         rank = read_rank(http.headers, state.client.ranks)
-        body = await read_json_object(http, state)
-        strict = state.config.strict_fields
-        values, ignored = read_fields(table, body.values, strict=strict)
+        values, ignored, constants = await read_request_fields(http, state, table)
         return cls(
             state=state,
             http=http,
@@ -50,8 +48,8 @@ class GeneratingRequest:
             model=model,
             values=values,
             ignored=ignored,
-            constants=body.constants,
-            include_usage=read_stream_options(values, strict=strict, ignored=ignored),
+            constants=constants,
+            include_usage=read_stream_options(values, strict=state.config.strict_fields, ignored=ignored),
             rank=rank,
         )
 

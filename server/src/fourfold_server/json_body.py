@@ -17,6 +17,8 @@ MAX_DEPTH = 100
 """Lists and objects within each other; what handles values later calls itself for each level."""
 INLINE_BYTES = 65536
 """Larger bodies are parsed off the event loop."""
+MAX_COMMAS = 1_000_000
+"""Parsing lists lets no other thread run, and so many values take some 50 ms."""
 
 
 TOO_DEEP = f"the body is nested too deeply; {MAX_DEPTH} levels at most"
@@ -28,6 +30,7 @@ class JsonObject(NamedTuple):
     values: dict[str, Any]
     constants: tuple[str, ...]
     """NaN, Infinity or -Infinity, where the body has them. They are no JSON, but the field at fault is named first."""
+    num_bytes: int
 
 
 async def read_json_object(request: Request, state: ServerState) -> JsonObject:
@@ -55,6 +58,8 @@ def parse_json_object(body: bytes) -> JsonObject:
     """Parse and check. Raises RequestError."""
     if not body.strip():
         raise RequestError("the body is empty; send a JSON object")
+    if body.count(b",") > MAX_COMMAS:
+        raise RequestError(f"the body has more than {MAX_COMMAS} commas; send fewer values at a time")
     constants: list[str] = []
 
     def constant(name: str) -> float:
@@ -75,7 +80,7 @@ def parse_json_object(body: bytes) -> JsonObject:
         _check_surrogates(value)
     if not isinstance(value, dict):
         raise RequestError(f"the body is a JSON {_JSON_NAMES[type(value)]}; send an object")
-    return JsonObject(value, tuple(constants))
+    return JsonObject(value, tuple(constants), len(body))
 
 
 _JSON_NAMES = {list: "array", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}

@@ -20,6 +20,7 @@ from fourfold.config.node_plan import NodePlan
 from fourfold.errors import ConfigError, FourfoldError
 from fourfold.manifest import Fingerprint, compare
 from fourfold.messages import EngineDead, EngineNotice, EngineReady, EngineStarting, ForgetClient, RestartEngine
+from fourfold.nodes.addresses import listening_address
 from fourfold.nodes.listener import NodeListener
 from fourfold.nodes.relay import Relay
 from fourfold.nodes.secret import required_secret
@@ -39,7 +40,7 @@ from fourfold_server.node_protocol import (
     pack_relayed,
     unpack,
 )
-from fourfold_server.node_table import NodeRow, NodeTable
+from fourfold_server.node_table import NodeTable
 from fourfold_server.process_table import ProcessTable
 from fourfold_server.supervised_process import Failure
 
@@ -98,7 +99,9 @@ class NodeHub:
         self._deadline.daemon = True
         try:
             self._listener = NodeListener(
-                config.nodes.data_parallel_address,
+                listening_address(
+                    config.nodes.data_parallel_address, config.nodes.node_interface, option="--data-parallel-address"
+                ),
                 config.nodes.data_parallel_rpc_port,
                 secret=required_secret(config),
                 admit=self._admit,
@@ -171,7 +174,7 @@ class NodeHub:
 
     def _join(self, node: str, engines: range) -> None:
         logger.info("node %s has joined with replicas %s", node, _spell(engines))
-        self._nodes.set(NodeRow(node=node, role="engines", replicas=list(engines), state="running"))
+        self._nodes.join(node, engines)
 
     def _mourn(self, node: str, reason: str, planned: bool) -> None:
         with self._lock:
@@ -179,7 +182,7 @@ class NodeHub:
         text = f"node {node} is lost: {reason or 'it has ended'}"
         logger.error("%s; it had replicas %s", text, _spell(engines))
         self._table.set_node(node, [])
-        self._nodes.remove(node)
+        self._nodes.lose(node)
         for engine in engines:
             if engine in self._alive:
                 incarnation = self._alive[engine]

@@ -10,9 +10,9 @@ from functools import partial
 from msgspec.structs import replace
 
 from fourfold.client.engine_client import EngineClient
-from fourfold.engine.operations import Call, sleep_calls, update_calls
+from fourfold.engine.operations import Call, check_mode, sleep_calls, update_calls, wake_calls
 from fourfold.engine.sleep import check_level, check_tags
-from fourfold.errors import RequestError
+from fourfold.errors import EngineError, RequestError
 from fourfold.messages import RestartEngine
 from fourfold.models.adapter_file import adapter_folder
 from fourfold.sleep_tags import TAGS, WEIGHTS
@@ -40,12 +40,25 @@ class Operations:
         """Forget all cached prefixes."""
         await self._client.call_all([("reset_prefix_cache", {})], timeout=self._timeout)
 
+    async def pause(self, mode: str) -> None:
+        """Bring all engines to a stop; ``mode`` is a ``PauseMode``: what becomes of requests that have begun."""
+        check_mode(mode)
+        with self._change() as (change, call_all):
+            await _stop(("pause", {"mode": mode}), change, call_all)
+            change.write(replace(change.state, paused=True))
+
+    async def resume(self) -> None:
+        """Let all engines go on; those that sleep do when they wake up."""
+        with self._change() as (change, call_all):
+            change.write(replace(change.state, paused=False))
+            await call_all([("resume", {})])
+
     async def sleep(self, level: int) -> None:
         """Give memory back; running requests wait until all of it is there again."""
         check_level(level)
         with self._change() as (change, call_all):
-            halt, *sleep = sleep_calls(level)
-            await call_all([halt])  # who cannot do it says so now
+            pause, *sleep = sleep_calls(level)
+            await _stop(pause, change, call_all)
             change.write(replace(change.state, sleep_level=level, asleep=TAGS))
             await call_all(sleep)
 
@@ -53,18 +66,24 @@ class Operations:
         """Take the memory named by ``tags`` again, all by default."""
         check_tags(tags)
         with self._change() as (change, call_all):
-            await call_all([("wake_up", {"tags": list(tags)})])
+            wake_up, resume = wake_calls(tags)
+            await call_all([wake_up])
             asleep = tuple(tag for tag in change.state.asleep if tags and tag not in tags)
             change.write(replace(change.state, asleep=asleep))
+            if not change.state.paused:
+                await call_all([resume])
 
     async def update_weights(self, model: str) -> None:
         """Go on with the weights of another checkpoint of the model; nothing changes unless it fits on every rank."""
         with self._change() as (change, call_all):
-            halt, *load = update_calls(model)
-            await call_all([("check_weights", {"model": model}), halt])
+            pause, *load, resume = update_calls(model)
+            await call_all([("check_weights", {"model": model})])
+            await _stop(pause, change, call_all)
             change.write(replace(change.state, weights=model))
             await call_all(load)
             change.write(replace(change.state, asleep=tuple(tag for tag in change.state.asleep if tag != WEIGHTS)))
+            if not change.state.paused:
+                await call_all([resume])
 
     async def load_adapter(self, name: str, folder: str, taken: Sequence[str]) -> None:
         """Let requests name a LoRA adapter, on all engines or none; ``taken`` are names that are not free for it."""
@@ -105,6 +124,17 @@ class Operations:
                 if change.state != before:
                     for engine in self._client.engines_missed(engines):
                         self._restart(RestartEngine(engine=engine, now=True))
+
+
+async def _stop(pause: Call, change: StateChange, call_all: CallAll) -> None:
+    """All engines, or none: those that have stopped go on where others cannot."""
+    try:
+        await call_all([pause])
+    except BaseException:
+        if not change.state.paused:
+            with contextlib.suppress(EngineError, RequestError):  # the first failure is what counts
+                await call_all([("resume", {})])
+        raise
 
 
 def wished_adapter(name: str, folder: str) -> WishedAdapter:

@@ -6,6 +6,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from fourfold.errors import RequestError
+from fourfold_server.adapter_name import fault_of_name
 from fourfold_server.json_body import read_json_object
 from fourfold_server.routes_admin import read_text_fields
 from fourfold_server.state import ServerState
@@ -19,6 +21,9 @@ def adapters_router(state: ServerState) -> APIRouter:
     async def load_adapter(request: Request) -> Response:
         body = await read_json_object(request, state)
         fields = read_text_fields(body.values, ("lora_name", "lora_path"))
+        fault = fault_of_name(fields["lora_name"])
+        if fault is not None:
+            raise RequestError(f"lora_name {fields['lora_name']!r:.100} {fault}", parameter="lora_name")
         await state.operations.load_adapter(fields["lora_name"], fields["lora_path"], state.served_names)
         return PlainTextResponse(f"LoRA adapter {fields['lora_name']!r} is loaded")
 

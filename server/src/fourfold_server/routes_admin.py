@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Annotated, Any
+from unicodedata import category
 
 from fastapi import APIRouter, Query
 from starlette.requests import Request
@@ -15,6 +16,9 @@ from fourfold.messages import RestartEngine
 from fourfold_server.json_body import read_json_object
 from fourfold_server.replica_choice import check_rank
 from fourfold_server.state import ServerState
+
+MAX_TEXT = 4096
+"""Characters of a field: the longest path that Linux takes."""
 
 
 def admin_router(state: ServerState) -> APIRouter:
@@ -29,6 +33,20 @@ def admin_router(state: ServerState) -> APIRouter:
     async def reset_prefix_cache() -> Response:
         await state.operations.reset_prefix_cache()
         return JSONResponse({})
+
+    @router.post("/admin/pause", summary="Come to a stop: requests that have begun are kept, waited for, or aborted")
+    async def pause(mode: str = "keep") -> Response:
+        await state.operations.pause(mode)
+        return JSONResponse(_pausing(state))
+
+    @router.post("/admin/resume", summary="Go on after a pause")
+    async def resume() -> Response:
+        await state.operations.resume()
+        return JSONResponse(_pausing(state))
+
+    @router.get("/admin/is_paused", summary="Whether the replicas have come to a stop")
+    async def is_paused() -> Response:
+        return JSONResponse(_pausing(state))
 
     @router.post("/admin/sleep", summary="Give memory back: of the KV cache, and at level 2 of the weights too")
     async def sleep(level: int = 1) -> Response:
@@ -63,12 +81,22 @@ def read_text_fields(body: dict[str, Any], names: Sequence[str]) -> dict[str, st
             raise RequestError(f"{name} is missing; a text", parameter=name)
         if not isinstance(body[name], str) or not body[name].strip():
             raise RequestError(f"{name} is {body[name]!r:.100}; a text that is not empty", parameter=name)
+        if len(body[name]) > MAX_TEXT or any(category(one) in ("Cc", "Cs") for one in body[name]):
+            raise RequestError(
+                f"{name} is {body[name]!r:.100}; {MAX_TEXT} characters at most, and no control characters",
+                parameter=name,
+            )
     return {name: body[name] for name in names}
 
 
 def _sleeping(state: ServerState) -> dict[str, Any]:
     replicas = [{"rank": link.rank, "asleep": list(link.stats.asleep)} for link in state.client.links]
     return {"is_sleeping": any(replica["asleep"] for replica in replicas), "replicas": replicas}
+
+
+def _pausing(state: ServerState) -> dict[str, Any]:
+    replicas = [{"rank": link.rank, "paused": link.stats.paused} for link in state.client.links]
+    return {"is_paused": any(replica["paused"] for replica in replicas), "replicas": replicas}
 
 
 def _restart(state: ServerState, value: str) -> dict[str, int | str]:

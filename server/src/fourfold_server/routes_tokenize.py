@@ -14,10 +14,10 @@ from fourfold.errors import RequestError
 from fourfold.text.served_model import ServedModel
 from fourfold_server.context_length import refuse_oversized
 from fourfold_server.documentation import json_answers, request_body
-from fourfold_server.fields import BOOLEAN, STRING, Field, Table, read_fields
-from fourfold_server.json_body import read_json_object
+from fourfold_server.fields import BOOLEAN, STRING, Field, Table
 from fourfold_server.preparation import check_token_ids, encode_chat
 from fourfold_server.reply_headers import ignored_header
+from fourfold_server.request_fields import read_request_fields
 from fourfold_server.sampling_fields import REQUEST, check_constants
 from fourfold_server.schemas_chat import TEMPLATE_FIELDS, read_messages
 from fourfold_server.schemas_completion import TOKEN_IDS
@@ -90,10 +90,9 @@ async def _answer(
     work: Callable[[ServerState, ServedModel, dict[str, Any], bool, list[str]], msgspec.Struct],
 ) -> Response:
     model = state.serving()
-    body = await read_json_object(request, state)
+    values, ignored, constants = await read_request_fields(request, state, table)
     strict = state.config.strict_fields
-    values, ignored = read_fields(table, body.values, strict=strict)
-    check_constants(body.constants)
+    check_constants(constants)
     if values["model"] is not None:
         state.find_adapter(values["model"])  # which refuses a name that nobody has
     result = await state.text_pool.run(work, state, model, values, strict, ignored)

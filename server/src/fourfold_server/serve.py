@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-import resource
 import threading
 import time
 from concurrent.futures import Future
@@ -18,7 +16,7 @@ import click
 
 from fourfold.config.click_options import ConfigCommand, config_options
 from fourfold.config.engine_config import EngineConfig
-from fourfold.config.node_plan import NodePlan, plan_nodes
+from fourfold.config.node_plan import NodePlan, plan_nodes, spread_replicas
 from fourfold.config.options import OptionSet
 from fourfold.config.transport import encode_config
 from fourfold.errors import ConfigError, EngineError
@@ -26,6 +24,7 @@ from fourfold.plugins import PluginRegistry, load_plugins
 from fourfold.supervision.parent_watch import connect_to_parent, started_by_parent
 from fourfold.supervision.process_title import name_process
 from fourfold_server.config import ServerConfig
+from fourfold_server.open_files import raise_open_file_limit
 from fourfold_server.start_checks import check_certificate, check_config, check_lockstep
 
 if TYPE_CHECKING:
@@ -38,15 +37,13 @@ if TYPE_CHECKING:
     from fourfold_server.end_signals import EndSignals
     from fourfold_server.loop_listener import LoopListener
     from fourfold_server.node_hub import NodeHub
+    from fourfold_server.node_table import NodeTable
     from fourfold_server.process_table import ProcessTable
     from fourfold_server.roles import Shape
     from fourfold_server.supervised_process import Failure
     from fourfold_server.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
-
-MIN_OPEN_FILES = 64
-"""Descriptors for sockets, pipes and mapped files of this process or of an engine, with some for connections."""
 
 
 def build_command() -> click.Command:
@@ -87,11 +84,12 @@ def serve(
     from fourfold_server.listening_socket import listen, url_of
     from fourfold_server.roles import Shape
 
+    config = spread_replicas(config)
     plan = plan_nodes(config)
     num_api_servers = server_config.api_server_count or plan.num_engines
     role = ("node", "") if config.nodes.headless else ("api_server", "0" if num_api_servers > 1 else "")
     name_process(*role, log_level=server_config.log_level)
-    _raise_open_file_limit()
+    raise_open_file_limit()
     for warning in registry.warnings:
         logger.warning("%s", warning)
     config = check_config(config, server_config, registry)
@@ -155,6 +153,7 @@ class _Launch:
     async def _run(self) -> Failure | None:
         from fourfold_server.acceptor import Acceptor
         from fourfold_server.loop_listener import LoopListener
+        from fourfold_server.node_table import open_node_table
         from fourfold_server.process_table import ProcessTable
         from fourfold_server.supervised_process import Failure
 
@@ -166,8 +165,9 @@ class _Launch:
         if self.parent is not None:
             self.parent.on_stop(listener.end_requested)
         acceptor = Acceptor(self.listener, listener.take_connection)
-        hub = self._hub(table)
-        supervisor = self._supervisor(acceptor, table, listener, hub)
+        nodes = open_node_table(self.run_directory, self.config, self.plan)
+        hub = self._hub(table, nodes)
+        supervisor = self._supervisor(acceptor, table, nodes, listener, hub)
         supervisor.start()
         reason = "its head has failed"
         try:
@@ -199,19 +199,11 @@ class _Launch:
             if hub is not None:
                 hub.close(reason)
 
-    def _hub(self, table: ProcessTable) -> NodeHub | None:
+    def _hub(self, table: ProcessTable, nodes: NodeTable) -> NodeHub | None:
         """Where other nodes join with their replicas; None where there are none."""
         from fourfold.manifest import fingerprint
-        from fourfold.nodes.addresses import node_name
         from fourfold_server.node_hub import NodeHub
-        from fourfold_server.node_table import NodeRow, NodeTable
 
-        own = self.config.nodes
-        name = os.uname().nodename
-        if self.plan.elsewhere or own.nnodes > 1:
-            name = node_name(own.master_address if own.nnodes > 1 else own.data_parallel_address)
-        ranks = [self.plan.first_rank + engine for engine in self.plan.local]
-        nodes = NodeTable(self.run_directory, NodeRow(node=name, role="head", replicas=ranks, state="running"))
         if not self.plan.elsewhere:
             return None
         mine = fingerprint(self.config, self.registry.manifest, rank=self.plan.local.start)
@@ -227,12 +219,13 @@ class _Launch:
         )
 
     def _supervisor(
-        self, acceptor: Acceptor, table: ProcessTable, listener: LoopListener, hub: NodeHub | None
+        self, acceptor: Acceptor, table: ProcessTable, nodes: NodeTable, listener: LoopListener, hub: NodeHub | None
     ) -> Supervisor:
         from fourfold_server.roles import ApiServerRole, CoordinatorRole, EngineRole
         from fourfold_server.supervisor import Role, Supervisor
 
         engines = EngineRole(self.shape, table, elsewhere=hub)
+        engines.add_listener(nodes.hear)
         engines.add_listener(listener.engine_changed)
         others: list[Role] = [
             ApiServerRole(self.shape, engines, acceptor, listener.server_ready),
@@ -334,13 +327,3 @@ def _wish_adapters(run_directory: RunDirectory, server_config: ServerConfig) -> 
 
     adapters = tuple(wished_adapter(name, folder) for name, folder in server_config.adapters)
     write_state(run_directory.path, DeploymentState(adapters=adapters))
-
-
-def _raise_open_file_limit() -> None:
-    """Every connection takes a descriptor, and shells give few of those that a process may have."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # refused in some sandboxes; what there is may do
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        soft = hard
-    if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES:
-        raise ConfigError(f"the limit of open files is {soft} (ulimit -n); {MIN_OPEN_FILES} or more")

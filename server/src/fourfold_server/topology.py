@@ -12,7 +12,7 @@ from fourfold.config.parallel_config import ParallelConfig
 from fourfold.contracts.load_balancer import EngineState
 from fourfold.messages import EngineReady
 from fourfold.supervision.run_directory import ProcessState, running_processes
-from fourfold_server.node_table import NodeRow, read_nodes
+from fourfold_server.node_table import read_nodes
 
 
 def read_topology(run_directory: Path, parallel: ParallelConfig, client: EngineClient) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def read_topology(run_directory: Path, parallel: ParallelConfig, client: EngineC
     layout = parallel.layout
     processes = running_processes(run_directory)
     return {
-        "nodes": [msgspec.to_builtins(row) for row in _nodes(run_directory, processes)],
+        "nodes": [msgspec.to_builtins(row) for row in read_nodes(run_directory)],
         "processes": [_shown(state) for state in processes],
         "groups": {
             "tp": layout.tp_groups(),
@@ -46,19 +46,6 @@ def _communicators(ready: EngineReady | None) -> dict[str, str]:
     """What moves tensors in which group, where there are any and it is known."""
     found = "" if ready is None else ready.backends.get("comm", "")
     return {"comm": found} if found not in ("", "none") else {}
-
-
-def _nodes(run_directory: Path, processes: list[ProcessState]) -> list[NodeRow]:
-    """Nodes that have replicas, then those that have ranks only, which are known from their processes."""
-    rows = read_nodes(run_directory)
-    known = {row.node for row in rows}
-    replicas: dict[str, set[int]] = {}
-    for process in processes:
-        if process.node and process.node not in known:
-            replicas.setdefault(process.node, set()).add(int(process.label.partition(".")[0].removeprefix("DP")))
-    return rows + [
-        NodeRow(node=node, role="ranks", replicas=sorted(ranks), state="running") for node, ranks in replicas.items()
-    ]
 
 
 def _shown(state: ProcessState) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class PrefixAffinity:
         holders, num_blocks = self._memory.longest(marks, loads.ready)
         chosen = -1
         if holders:
-            limit = (1 + BAND) * work[engines].mean() + PATIENCE * num_blocks * self._block_size
+            limit = (1 + BAND) * float(work[engines].sum()) / len(engines) + PATIENCE * num_blocks * self._block_size
             holder = min(holders, key=lambda engine: float(work[engine]))
             if work[holder] <= limit:
                 chosen = holder

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _LENGTH_BYTES = 8
 _HEADER_LIMIT = 100 << 20  # the format's own limit
-_ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-_TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
+_TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +78,7 @@ def _place(path: Path, name: str, entry: Any, data: int, size: int) -> TensorPla
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} has a corrupt header entry for tensor {name}: {error!r}") from error
     if dtype not in _ITEM_SIZES:
-        raise CheckpointError(
-            f"{path}: tensor {name} has dtype {dtype}; supported: {', '.join(_ITEM_SIZES)} (no quantised weights)"
-        )
+        raise CheckpointError(f"{path}: tensor {name} has dtype {dtype}; supported: {', '.join(_ITEM_SIZES)}")
     if min(shape, default=0) < 0 or not data <= start <= stop or stop - start != math.prod(shape) * _ITEM_SIZES[dtype]:
         raise CheckpointError(f"{path}: tensor {name} of shape {list(shape)} claims bytes {start} to {stop}")
     if stop > size:

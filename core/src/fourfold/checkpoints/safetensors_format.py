@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fourfold.checkpoints.block_scales import SCALE_SUFFIX, BlockScaledReader, read_block_size
 from fourfold.checkpoints.json_file import read_json
 from fourfold.checkpoints.safetensors_file import MappedFile
 from fourfold.errors import CheckpointError
@@ -48,9 +49,12 @@ class SafetensorsFormat:
     @contextmanager
     def open(self, folder: Path) -> Iterator[TensorReader]:
         """Map every file that the index names, or all of the folder's."""
+        config = folder / "config.json"
+        block = read_block_size(read_json(config)) if config.is_file() else None
         reader = _FolderReader(_files_of(folder))
         try:
-            yield reader
+            reader.check_scaled(by_block=block is not None)
+            yield reader if block is None else BlockScaledReader(reader, block)
         finally:
             reader.close()
 
@@ -98,6 +102,15 @@ class _FolderReader:
     def names(self) -> Iterable[str]:
         """Every tensor's name."""
         return self._owners.keys()
+
+    def check_scaled(self, *, by_block: bool) -> None:
+        """Raise CheckpointError for a tensor in fp8 that has no scales, or scales of a kind that is not known."""
+        for name, file in self._owners.items():
+            if file.places[name].dtype == "F8_E4M3" and not (by_block and name + SCALE_SUFFIX in self._owners):
+                raise CheckpointError(
+                    f"{file.path} has tensor {name} in F8_E4M3 without the scales of its blocks; config.json's "
+                    f"quantization_config says how large those are, and {name}{SCALE_SUFFIX} holds them"
+                )
 
     def tensor(self, name: str) -> MappedTensor:
         """A tensor that is read where it is indexed; the pages of the one before are given back."""

@@ -219,7 +219,7 @@ class EngineClient:
         now = time.monotonic()
         for link in self._links:
             idle = now - link.last_progress
-            if link.num_requests and link.state is EngineState.READY and idle > timeout:
+            if link.num_requests and link.state is EngineState.READY and not link.stats.paused and idle > timeout:
                 return f"engine {link.engine} has {link.num_requests} requests and finished no step for {idle:.1f} s"
         return None
 

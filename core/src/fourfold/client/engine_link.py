@@ -125,7 +125,7 @@ class EngineLink:
         """Take a report of this incarnation; False if a later one is known already."""
         if stats.version < self.stats.version:
             return False
-        if stats.num_steps != self.stats.num_steps or stats.sleep_changes != self.stats.sleep_changes:
+        if stats.num_steps != self.stats.num_steps or stats.state_changes != self.stats.state_changes:
             self.last_progress = time.monotonic()
         self.stats = stats
         if self.state in (EngineState.READY, EngineState.ASLEEP):

@@ -23,7 +23,7 @@ from fourfold.config.options import build_engine_config
 from fourfold.config.resolution import resolve
 from fourfold.engine.build import build_engine
 from fourfold.engine.executor_client import ExecutorClient
-from fourfold.engine.operations import Call, sleep_calls, update_calls
+from fourfold.engine.operations import Call, sleep_calls, update_calls, wake_calls
 from fourfold.engine.sleep import check_level, check_tags
 from fourfold.errors import ConfigError, EngineError, ExecutorClosed, RequestError, Unsupported
 from fourfold.messages import AddRequest, FinishReason
@@ -121,7 +121,7 @@ class LLM:
     def wake_up(self, tags: Sequence[str] = ()) -> None:
         """Take the memory again: all of it, or that of ``weights`` or ``kv_cache`` alone. Raises RequestError."""
         check_tags(tags)
-        self._operate([("wake_up", {"tags": list(tags)})])
+        self._operate(wake_calls(tags))
 
     def update_weights(self, model: str | os.PathLike[str]) -> None:
         """Go on with the weights of another checkpoint of the same model: a folder, or any name that a model may have.

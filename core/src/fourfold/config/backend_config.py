@@ -11,6 +11,8 @@ class BackendConfig:
 
     executor: str = "auto"
     """Who starts and calls the ranks."""
+    data_parallel_backend: str = "auto"
+    """Who places replicas: the executor does, so this is its name, and only one of the two has to be given."""
     comm: str = "auto"
     """Who moves tensors between ranks; one name, or one a group as in tp=shm,pp=gloo."""
     load_balancer: str = "auto"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fourfold.config.engine_config import EngineConfig
 from fourfold.config.node_config import NodeConfig
@@ -37,6 +37,33 @@ class NodePlan:
         return max(0, rank - self.first_rank - self.local.start) * self.ranks_per_engine
 
 
+def spread_replicas(config: EngineConfig) -> EngineConfig:
+    """With --nnodes and replicas: the same as replicas of which each node has its share, whole ones.
+
+    Raises ConfigError where a replica would be on two nodes.
+    """
+    nodes, size = config.nodes, config.parallel.data_parallel_size
+    if nodes.nnodes == 1 or size == 1:
+        return config
+    if size % nodes.nnodes:
+        raise ConfigError(
+            f"--nnodes is {nodes.nnodes} and --data-parallel-size {size}: each node has as many whole replicas, so "
+            f"give a multiple of {nodes.nnodes}; replicas that are on several nodes each need an executor that places "
+            "ranks by itself, without --nnodes"
+        )
+    share = size // nodes.nnodes
+    own = replace(
+        nodes,
+        nnodes=1,
+        node_rank=0,
+        data_parallel_size_local=share,
+        data_parallel_start_rank=nodes.node_rank * share,
+        data_parallel_address=nodes.master_address,
+        data_parallel_rpc_port=nodes.master_port,
+    )
+    return replace(config, nodes=own)
+
+
 def plan_nodes(config: EngineConfig) -> NodePlan:
     """The part of this node. Raises ConfigError for options that do not go together."""
     nodes, size = config.nodes, config.parallel.data_parallel_size
@@ -69,8 +96,8 @@ def plan_nodes(config: EngineConfig) -> NodePlan:
 def _plan_shared_engine(nodes: NodeConfig, size: int, ranks: int) -> NodePlan:
     if size > 1:
         raise ConfigError(
-            f"--nnodes is {nodes.nnodes}, which cuts one engine over nodes, and --data-parallel-size {size}; only an "
-            "executor that places ranks by itself does both"
+            f"--nnodes is {nodes.nnodes}, which cuts one engine over nodes, and --data-parallel-size {size}; only "
+            "fourfold serve has replicas on other nodes"
         )
     if ranks % nodes.nnodes:
         raise ConfigError(f"--nnodes is {nodes.nnodes}, and an engine has {ranks} ranks; each node has as many")

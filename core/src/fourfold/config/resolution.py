@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from fourfold.config.backend_config import BackendConfig
 from fourfold.config.engine_config import EngineConfig
 from fourfold.config.model_config import Dtype
 from fourfold.entries import Entry
@@ -35,20 +36,34 @@ def resolve(config: EngineConfig, registry: PluginRegistry) -> Resolved:
     """
     dtype, reason = choose_dtype(config.model.dtype, accelerator(), cpu_features())
     reasons = [reason]
-    resolved = replace(config, model=replace(config.model, dtype=dtype))
+    resolved = replace(config, model=replace(config.model, dtype=dtype), backends=_place_replicas(config.backends))
     for kind, field, entries in (
         ("executor", "executor", registry.executors()),
         ("scheduler", "scheduler", registry.schedulers()),
         ("load balancer", "load_balancer", registry.load_balancers()),
     ):
         table: Mapping[str, Entry[Any]] = entries
-        selection = select(kind, table, getattr(config.backends, field), resolved)
+        selection = select(kind, table, getattr(resolved.backends, field), resolved)
         reasons.append(selection.reason)
         resolved = replace(resolved, backends=replace(resolved.backends, **{field: selection.entry.name}))
     _check_names(resolved, registry)
     resolved = _spread_experts(resolved, registry)
+    _check_spread(resolved)
     registry.check_config(resolved)
     return Resolved(config=resolved, reasons=tuple(reasons))
+
+
+def _place_replicas(backends: BackendConfig) -> BackendConfig:
+    """Who places replicas is the executor."""
+    wanted, executor = backends.data_parallel_backend, backends.executor
+    if wanted == AUTO:
+        return backends
+    if executor not in (AUTO, wanted):
+        raise ConfigError(
+            f"--data-parallel-backend is {wanted!r} and --executor {executor!r}: the executor places the replicas too; "
+            "leave one of the options out"
+        )
+    return replace(backends, executor=wanted)
 
 
 def _spread_experts(config: EngineConfig, registry: PluginRegistry) -> EngineConfig:
@@ -58,6 +73,21 @@ def _spread_experts(config: EngineConfig, registry: PluginRegistry) -> EngineCon
     if name not in offered or "expert_parallel" not in offered[name].capabilities:
         return config
     return replace(config, parallel=replace(config.parallel, enable_expert_parallel=True))
+
+
+def _check_spread(config: EngineConfig) -> None:
+    backends = config.backends
+    asked = {
+        "--all-to-all": backends.all_to_all,
+        "--expert-placement": backends.expert_placement,
+        "--rebalancer": backends.rebalancer,
+    }
+    for option, name in asked.items():
+        if name != AUTO and not config.parallel.enable_expert_parallel:
+            raise ConfigError(
+                f"{option} is {name!r}, for experts that are spread over ranks; add --enable-expert-parallel, or leave "
+                "it out"
+            )
 
 
 def choose_dtype(wanted: Dtype, device: str, features: Iterable[str]) -> tuple[Dtype, str]:

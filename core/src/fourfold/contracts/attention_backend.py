@@ -32,6 +32,15 @@ class AttentionSpec:
     head_norms: bool = False
     """A hint: ``HeadNorming.norm_heads`` is going to be called, so that nothing need be prepared before."""
 
+    shared_values: bool = False
+    """Whether the value of each kv head is its key, rotated part and all: rows are queries and keys, and the cache
+    holds them once. Only entries with the capability ``latent_cache`` are asked for it."""
+
+    @property
+    def row_width(self) -> int:
+        """Of queries, keys and values together."""
+        return (self.num_heads + (1 if self.shared_values else 2) * self.num_kv_heads) * self.head_dim
+
     @property
     def groups(self) -> tuple[int, ...]:
         """Query heads of each kv head, in order; raises Unsupported for sizes that do not fit together."""
@@ -72,6 +81,8 @@ class AttentionBackend(Protocol):
 
     An entry with the capability ``fp8_cache`` is also built for a cache of bytes (``AttentionContext.cache_dtype``): it
     keeps keys and values in e4m3, each token and head with a scale of its own, for which the shape has room.
+    One with ``latent_cache`` takes ``AttentionSpec.shared_values``, and a model of latent attention has its latents
+    cached. One with ``latent_heads`` wants whole heads of such a model; one with neither gets it only by name.
     """
 
     def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
@@ -87,7 +98,8 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """Rotate queries and keys, write keys and values to the cache, attend.
 
-        ``qkv`` [T, (num_heads + 2 * num_kv_heads) * head_dim], may be overwritten; ``positions`` int64 [T];
+        ``qkv`` [T, (num_heads + 2 * num_kv_heads) * head_dim] (once num_kv_heads where values are shared), may be
+        overwritten; ``positions`` int64 [T];
         ``cos_sin`` fp32 [max_position, rotary_dim]: cosines, then sines, each rotary_dim / 2 (rotate-half
         convention), None for no rotation; ``kv_cache`` of ``kv_cache_shape``. Returns [T, num_heads * head_dim].
         """

@@ -56,6 +56,17 @@ class HeadLayer(ParallelLayer, Protocol):
         """
 
 
+class LatentLayer(ParallelLayer, Protocol):
+    """Queries, keys and values of latent attention: [T, H] -> rows for the attention backend, whose spec says how wide.
+
+    Parameters are ``q.weight``, or ``q_a.weight``, ``q_a.bias``, ``q_norm.weight`` and ``q_b.weight`` where queries
+    have a latent too; ``kv_a.weight``, ``kv_a.bias``, ``kv_norm.weight`` and ``kv_b.weight``.
+    """
+
+    def values(self, attended: torch.Tensor) -> torch.Tensor:
+        """What attention gave -> [T, heads * value_dim] of this rank."""
+
+
 class MixtureLayer(ParallelLayer, Protocol):
     """A layer of experts: [T, H] -> [T, H], whole on every rank.
 

@@ -44,7 +44,7 @@ class CoordinatorLoop:
             inlet.set_hwm(_MAX_UNSENT)
             inlet.connect(wave_address(run_directory, engine))
             self._engines.append(inlet)
-        self._waves = WaveCoordinator(num_engines, self._tell_engine)
+        self._waves = WaveCoordinator(num_engines, self._tell_engine, last_epoch=time.time_ns())
         self._stop_lock = threading.Lock()
         self._stop_event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poller = zmq.Poller()

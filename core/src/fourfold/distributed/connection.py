@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -44,6 +44,8 @@ _LOOK_EVERY: Final = 0.25
 CPU: Final = torch.device("cpu")
 ONE_HOST: Final = "one_host"
 """The capability of communicators that connect ranks of one host alone; no other group is offered them."""
+SEVERAL_HOSTS: Final = "several_hosts"
+"""The capability of those for groups on several hosts with several ranks on one, which alone are offered them."""
 
 
 def connect(context: WorkerContext, registry: PluginRegistry, *, device: torch.device) -> ModelParallel:
@@ -101,7 +103,12 @@ class _Group:
     rank: int
     store: Any
     device: torch.device
-    one_host: bool
+    hosts: tuple[int, ...]
+    """A number for each rank, the same for ranks of one host."""
+
+    @property
+    def one_host(self) -> bool:
+        return len(set(self.hosts)) == 1
 
 
 class _Connector:
@@ -133,9 +140,8 @@ class _Connector:
         store = scoped(self._store, f"{name} {ranks[0]}")
         what = f"meeting in group {name}"
         hosts = exchange(store, "hosts", self._host, rank=rank, ranks=ranks, timeout=self._startup, what=what)
-        group = _Group(
-            name=name, ranks=ranks, rank=rank, store=store, device=self._device, one_host=len(set(hosts)) == 1
-        )
+        numbers = tuple(hosts.index(host) for host in hosts)
+        group = _Group(name=name, ranks=ranks, rank=rank, store=store, device=self._device, hosts=numbers)
         chosen, communicator = self._choose(group, self._names[name])
         if self._device.type == "cpu":
             return GroupLinks(name=chosen, communicator=communicator, host=communicator)
@@ -145,8 +151,8 @@ class _Connector:
     def _choose(self, group: _Group, wanted: str) -> tuple[str, Communicator]:
         """The first communicator that works on all ranks; the group's first rank proposes."""
         remaining: Mapping[str, CommunicatorEntry] = self._entries
-        if wanted == AUTO and not group.one_host:
-            remaining = {key: entry for key, entry in remaining.items() if ONE_HOST not in entry.capabilities}
+        if wanted == AUTO:
+            remaining = {key: entry for key, entry in remaining.items() if spans(entry.capabilities, group.hosts)}
         vetoes: list[str] = []
         while True:
             name = self._proposal(group, remaining, wanted, vetoes)
@@ -191,6 +197,7 @@ class _Connector:
             store=scoped(group.store, f"{name} {attempt}"),
             timeout=min(timeouts.stall_timeout, timeouts.rpc_timeout),
             one_host=group.one_host,
+            hosts=group.hosts,
             address=self._address,
         )
         entry = self._entries[name]
@@ -267,6 +274,13 @@ def within(seconds: float, work: Callable[[], str], *, late: str, stop: Callable
         if thread.is_alive() and stop():
             return Verdict("it waits for a rank that has given up", knows_why=False, hangs=True)
     return Verdict(problems[0]) if problems else Verdict(late, hangs=True)
+
+
+def spans(capabilities: Set[str], hosts: Sequence[int]) -> bool:
+    """Whether a communicator of such capabilities connects ranks on such ``hosts``, a number for each rank."""
+    one_host = len(set(hosts)) == 1
+    layered = 1 < len(set(hosts)) < len(hosts)
+    return (one_host or ONE_HOST not in capabilities) and (layered or SEVERAL_HOSTS not in capabilities)
 
 
 def _nobody(name: GroupName, ranks: tuple[int, ...], rank: int) -> GroupLinks:

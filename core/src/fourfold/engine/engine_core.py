@@ -14,11 +14,14 @@ from fourfold.config.engine_config import EngineConfig
 from fourfold.contracts.kv_cache_spec import KVCacheConfig
 from fourfold.contracts.scheduling_policy import SchedulingPolicy
 from fourfold.contracts.step_part import StepVote
+from fourfold.coordinator.waves import PauseMode
 from fourfold.engine.adapters import AdapterClient, Adapters
+from fourfold.engine.batch import Batch
+from fourfold.engine.core_events import CoreEvents
 from fourfold.engine.kv_cache_manager import KVCacheManager, request_capacity
-from fourfold.engine.operations import Call
+from fourfold.engine.operations import Call, check_mode
 from fourfold.engine.request import Request
-from fourfold.engine.scheduler import Batch, Scheduler, failure
+from fourfold.engine.scheduler import Scheduler, failure
 from fourfold.engine.sleep import MemoryClient, Sleep
 from fourfold.engine.stage_watch import StageWatch
 from fourfold.errors import EngineError, RequestError, RpcTimeout
@@ -55,16 +58,6 @@ class StepClient(MemoryClient, AdapterClient, Protocol):
         """End all workers."""
 
 
-class Events(Protocol):
-    """What the core tells plugins."""
-
-    def step_finished(self, stats: EngineStats) -> None:
-        """After every step."""
-
-    def request_finished(self, output: RequestOutput) -> None:
-        """After a request's last output."""
-
-
 class EngineCore:
     """Drives one executor. One thread calls it; ``step`` is the only method that waits."""
 
@@ -77,7 +70,7 @@ class EngineCore:
         max_model_len: int,
         vocabulary_size: int,
         policy: SchedulingPolicy,
-        events: Events | None = None,
+        events: CoreEvents | None = None,
     ) -> None:
         scheduler = config.scheduler
         self._client = client
@@ -105,12 +98,20 @@ class EngineCore:
         self._stage_watch = StageWatch(client, self._scheduler.stats) if is_pipeline else None
         self._in_flight: deque[tuple[Batch, StepReply, float]] = deque()
         self._sleep = Sleep(client, self._scheduler.stats)
+        self._pause: PauseMode | None = None
         self._adapters = Adapters(client, config.lora)
 
     @property
     def has_work(self) -> bool:
         """Whether ``step`` has something to do."""
-        return bool(self._in_flight or (self._scheduler.requests and not self._sleep.halted))
+        return bool(self._in_flight or self._may_launch)
+
+    @property
+    def _may_launch(self) -> bool:
+        """Whether a request is to go on."""
+        if self._sleep.halted or self._pause in ("abort", "keep"):
+            return False
+        return self._scheduler.has_begun if self._pause == "wait" else bool(self._scheduler.requests)
 
     @property
     def stats(self) -> EngineStats:
@@ -155,7 +156,7 @@ class EngineCore:
         Raises what ended the step: WorkerError, RpcTimeout, ExecutorFailed, ExecutorClosed. Then ``fail_all``.
         """
         started = perf_counter()
-        waited = 0.0 if self._sleep.halted else self._launch()
+        waited = self._launch()
         if not self._in_flight:
             if self.has_work:
                 raise EngineError(f"{len(self._scheduler.requests)} requests wait and none can start")
@@ -202,13 +203,16 @@ class EngineCore:
 
     def fail_all(self, message: str) -> dict[int, list[RequestOutput]]:
         """End every request with an error, and forget the steps in the air: client -> outputs. For a broken engine."""
-        scheduler = self._scheduler
-        outputs: dict[int, list[RequestOutput]] = {}
-        for request in list(scheduler.requests.values()):
-            scheduler.finish(request)
-            outputs.setdefault(request.client, []).append(failure(request.request_id, message))
+        outputs = self._end_all(message, status=500)
         while self._in_flight:
-            scheduler.drop(self._in_flight.popleft()[0])
+            self._scheduler.drop(self._in_flight.popleft()[0])
+        return outputs
+
+    def _end_all(self, message: str, *, status: int) -> dict[int, list[RequestOutput]]:
+        outputs: dict[int, list[RequestOutput]] = {}
+        for request in list(self._scheduler.requests.values()):
+            self._scheduler.finish(request)
+            outputs.setdefault(request.client, []).append(failure(request.request_id, message, status))
         self._tell_finished(outputs)
         return outputs
 
@@ -224,6 +228,37 @@ class EngineCore:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; running requests go on."""
         self._scheduler.reset_prefix_cache()
+
+    def pause(self, mode: PauseMode) -> dict[int, list[RequestOutput]]:
+        """Let no request begin until ``resume``. Those that have begun stay as they are (``keep``) or are finished
+        (``wait``); or all end with an error (``abort``), which is returned: client -> outputs. Requests that come are
+        queued. The steps in the air still return; ``has_work`` says when nothing is left to do.
+
+        Raises RequestError for another mode.
+        """
+        check_mode(mode)
+        self._pause = mode
+        self._scheduler.admits_new = False
+        if mode != "abort":
+            return {}
+        return self._end_all("the engine was paused", status=503)
+
+    def confirm_pause(self) -> None:
+        """Whoever had to go on has, here and on the engines that step together with this one."""
+        self._set_paused(True)
+
+    def resume(self) -> None:
+        """Go on after a pause; while anything sleeps, nothing happens."""
+        if not self._sleep.halted:
+            self._pause = None
+            self._scheduler.admits_new = True
+            self._set_paused(False)
+
+    def _set_paused(self, paused: bool) -> None:
+        stats = self._scheduler.stats
+        if paused != stats.paused:
+            stats.paused = paused
+            stats.state_changes += 1
 
     def halt(self) -> None:
         """Start no step any more, until ``wake_up`` or ``load_weights``. Running requests wait, and what was computed
@@ -294,7 +329,7 @@ class EngineCore:
         """Send steps until the air is full; returns seconds in the executor, which may compute at once."""
         waited = 0.0
         while len(self._in_flight) < self._depth:
-            batch = self._scheduler.schedule()
+            batch = self._scheduler.schedule() if self._may_launch else None
             if self._vote is not None:
                 batch = batch or self._scheduler.idle()
                 batch.message = msgspec.structs.replace(batch.message, vote=self._vote)

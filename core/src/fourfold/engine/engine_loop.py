@@ -9,17 +9,18 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import zmq
 
 from fourfold.addresses import api_address, coordinator_address, engine_address, wave_address
-from fourfold.contracts.step_part import StepVote
-from fourfold.coordinator.waves import CoordinatorNotice, RankInput, WaveRank
+from fourfold.coordinator.waves import CoordinatorNotice, RankInput, WaveRank, WaveState
 from fourfold.engine.operations import OPERATIONS
+from fourfold.engine.peer import Peer
+from fourfold.engine.served_core import ServedCore
 from fourfold.errors import ConfigError, FourfoldError, RequestError
 from fourfold.messages import (
     AbortRequests,
@@ -27,7 +28,6 @@ from fourfold.messages import (
     CallUtility,
     DrainEngine,
     EngineInput,
-    EngineMessage,
     EngineOrder,
     EngineOutputs,
     EngineReport,
@@ -55,45 +55,12 @@ _LATECOMER_MILLISECONDS = 100
 """How long an engine that drains waits for requests that were sent before their senders knew."""
 
 
-class Core(Protocol):
-    """What the loop needs of an engine core."""
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a step would do anything."""
-
-    @property
-    def stats(self) -> EngineStats:
-        """The engine as it stands."""
-
-    def add(self, request: AddRequest) -> RequestOutput | None:
-        """Take a request; returns its only output if it is refused."""
-
-    def abort(self, request_ids: list[str]) -> None:
-        """End requests; unknown ids are ignored."""
-
-    def abort_client(self, client: int) -> None:
-        """End all requests of an API server."""
-
-    def step(self) -> Mapping[int, list[RequestOutput]]:
-        """Advance; returns the outputs of each API server."""
-
-    def step_together(self, vote: StepVote) -> tuple[Mapping[int, list[RequestOutput]], StepVote]:
-        """Advance at the same time as other engines, with or without work; also what the votes of all come to."""
-
-    def settle(self) -> Iterator[Mapping[int, list[RequestOutput]]]:
-        """Wait for the steps in the air; yields what each brings."""
-
-    def prefix_marks(self) -> bytes:
-        """What the prefix cache holds."""
-
-
 class EngineLoop:
     """Owns the engine's sockets. ``run`` returns after ``stop``, which any thread may call."""
 
     def __init__(
         self,
-        core: Core,
+        core: ServedCore,
         *,
         run_directory: Path,
         engine: int,
@@ -112,18 +79,20 @@ class EngineLoop:
         self._inputs = self._context.socket(zmq.PULL)
         self._inputs.bind(engine_address(run_directory, engine, incarnation))
         self._clients = [
-            _Peer(self._context, api_address(run_directory, index), _MAX_QUEUED_OUTPUTS)
+            Peer(self._context, api_address(run_directory, index), _MAX_QUEUED_OUTPUTS)
             for index in range(num_api_servers)
         ]
         self._coordinator = (
-            _Peer(self._context, coordinator_address(run_directory), _MAX_QUEUED_REPORTS) if coordinated else None
+            Peer(self._context, coordinator_address(run_directory), _MAX_QUEUED_REPORTS) if coordinated else None
         )
         self._wave: WaveRank | None = None
         if lockstep:
-            self._wave = WaveRank(engine, self._tell_coordinator)
+            self._wave = WaveRank(engine, self._tell_coordinator, paused=core.stats.paused)
             self._wave_inputs = self._context.socket(zmq.PULL)
             self._wave_inputs.bind(wave_address(run_directory, engine))
         self._orders: deque[EngineOrder] = deque()
+        self._pauses: list[CallUtility] = []
+        """Calls that are answered when this engine, and all that step together with it, have come to a stop."""
         self._draining = False
         self._wake_lock = threading.Lock()
         self._stop_event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -145,7 +114,7 @@ class EngineLoop:
         """
         while True:
             self._take_orders()
-            if self._stopping and (self._wave is None or self._wave.epoch is None):
+            if self._stopping and (self._wave is None or not self._wave.steps):
                 return  # in a wave, others would wait for this engine
             if self._failure is not None:
                 raise self._failure
@@ -159,9 +128,10 @@ class EngineLoop:
             else:
                 # Nothing to do until something arrives, but for a client that has yet to hear of its losses, and a
                 # coordinator that may be another one than was told of the work.
-                retries = self._core.has_work or any(client.lost for client in self._clients)
+                wants = self._core.has_work or bool(self._pauses)
+                retries = wants or any(client.lost for client in self._clients)
                 arrived = self._poller.poll(_RETRY_MILLISECONDS if retries else None)
-                if not arrived and self._wave is not None and self._core.has_work:
+                if not arrived and self._wave is not None and wants:
                     self._wave.work_arrived(again=True)
 
     def _advance(self) -> bool:
@@ -171,15 +141,17 @@ class EngineLoop:
             if core.has_work:
                 self._send_step(core.step())
                 return True
+            self._confirm_pause()
             return False
         while self._wave_inputs.poll(0):
             wave.receive(msgspec.msgpack.decode(self._wave_inputs.recv(), type=RankInput))
-        if wave.epoch is None:
-            if core.has_work:
-                wave.work_arrived()
+        if wave.state is WaveState.PAUSED:
+            self._confirm_pause()
+        elif wave.state is WaveState.IDLE and core.has_work:
+            wave.work_arrived()
+        if not wave.steps:
             return False
-        vote = wave.vote(has_work=core.has_work, has_begun=core.stats.num_running > 0)
-        outputs, reduced = core.step_together(vote)
+        outputs, reduced = core.step_together(wave.vote(has_work=core.has_work))
         self._send_step(outputs)
         wave.step_done(reduced, has_work=core.has_work)
         return True
@@ -222,6 +194,7 @@ class EngineLoop:
             else:
                 self._take_inputs()  # what it sent before it died
                 self._core.abort_client(order.client)
+                self._forget_pauses(order.client)
                 self._clients[order.client] = self._clients[order.client].renewed()
 
     def _take_inputs(self) -> None:
@@ -246,13 +219,59 @@ class EngineLoop:
             refusal = self._add(message)
             if refusal is not None:
                 self._send_outputs(self._clients[message.client], [refusal])
+        elif message.method == "pause":
+            self._pause(message)
+        elif message.method == "resume":
+            self._resume(message)
         else:
             reply = self._call_utility(message)
             if OPERATIONS.get(message.method):
-                # All API servers know how things stand before one says that it is done: any may get the next request.
-                for client in self._clients:
-                    self._send_outputs(client, [])
+                self._tell_all_clients()
             self._clients[message.client].send(reply)
+
+    def _tell_all_clients(self) -> None:
+        """Before one of them says that something is done: any may get the next request."""
+        for client in self._clients:
+            self._send_outputs(client, [])
+
+    def _pause(self, call: CallUtility) -> None:
+        """Answered by ``_confirm_pause``."""
+        try:
+            self._send_step(self._core.pause(**call.arguments))
+        except RequestError as error:
+            self._clients[call.client].send(self._reply(call, None, str(error), error.status))
+            return
+        self._pauses.append(call)
+        if self._wave is not None:
+            self._wave.pause()
+
+    def _confirm_pause(self) -> None:
+        if self._pauses:
+            self._core.confirm_pause()
+            self._tell_all_clients()
+            self._answer_pauses(None)
+
+    def _answer_pauses(self, failure: str | None) -> None:
+        for call in self._pauses:
+            self._clients[call.client].send(self._reply(call, None, failure, 409))
+        self._pauses.clear()
+
+    def _resume(self, call: CallUtility | None) -> None:
+        self._core.resume()
+        if self._wave is not None and not self._core.stats.paused:
+            self._wave.resume()
+        self._answer_pauses("the engine went on before it had come to a stop")
+        if call is not None:
+            self._tell_all_clients()
+            self._clients[call.client].send(self._reply(call))
+
+    def _forget_pauses(self, client: int) -> None:
+        """The API server that called is no more."""
+        left = [call for call in self._pauses if call.client != client]
+        if self._pauses and not left:
+            self._pauses.clear()
+            self._resume(None)
+        self._pauses = left
 
     def _add(self, request: AddRequest) -> RequestOutput | None:
         try:
@@ -264,13 +283,13 @@ class EngineLoop:
     def _call_utility(self, call: CallUtility) -> UtilityReply:
         result: Any = None
         failure, status = None, 500
-        if OPERATIONS.get(call.method) and self._wave is None:
+        if OPERATIONS.get(call.method):
             for outputs in self._core.settle():
                 self._send_step(outputs)
         if call.method not in OPERATIONS:
             failure = f"no utility called {call.method!r}; there are: {', '.join(sorted(OPERATIONS))}"
-        elif OPERATIONS[call.method] and self._wave is not None:
-            failure, status = "engines that share experts neither sleep nor change their weights; restart them", 400
+        elif OPERATIONS[call.method] and self._wave is not None and self._wave.state is not WaveState.PAUSED:
+            failure, status = f"{call.method} of engines that step together needs a pause first", 409
         else:
             try:
                 result = getattr(self._core, call.method)(**call.arguments)
@@ -279,6 +298,11 @@ class EngineLoop:
             except Exception as error:  # the caller gets it
                 logger.exception("utility %s failed", call.method)
                 failure = f"{type(error).__name__}: {error}"
+        return self._reply(call, result, failure, status)
+
+    def _reply(
+        self, call: CallUtility, result: Any = None, failure: str | None = None, status: int = 500
+    ) -> UtilityReply:
         return UtilityReply(
             engine=self._engine,
             incarnation=self._incarnation,
@@ -312,7 +336,7 @@ class EngineLoop:
         for client in stale:
             self._send_outputs(client, [])
 
-    def _send_outputs(self, client: _Peer, outputs: list[RequestOutput]) -> None:
+    def _send_outputs(self, client: Peer, outputs: list[RequestOutput]) -> None:
         """Send outputs and stats. Requests whose outputs find no room end, and the client hears of it later."""
         known = copy.copy(self._core.stats)
         stats = known if self._coordinator is not None else self._with_marks(known, client)
@@ -329,7 +353,7 @@ class EngineLoop:
         if self._coordinator is not None:
             self._coordinator.send(notice)
 
-    def _report(self, coordinator: _Peer) -> None:
+    def _report(self, coordinator: Peer) -> None:
         known = copy.copy(self._core.stats)
         stats = self._with_marks(known, coordinator)
         coordinator.send(EngineReport(engine=self._engine, incarnation=self._incarnation, stats=stats))
@@ -337,7 +361,7 @@ class EngineLoop:
             known, self._marks
         )  # one that takes nothing is being restarted, and starts from what comes next
 
-    def _with_marks(self, known: EngineStats, peer: _Peer) -> EngineStats:
+    def _with_marks(self, known: EngineStats, peer: Peer) -> EngineStats:
         """The stats for a peer, with what the prefix cache holds if it does not know."""
         now = time.monotonic()
         if now - self._marks_time > _MARKS_INTERVAL:
@@ -347,42 +371,6 @@ class EngineLoop:
         stats = copy.copy(known)
         stats.prefix_marks = self._marks
         return stats
-
-
-class _Peer:
-    """The way to an API server or to the coordinator, and what it knows."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, max_queued: int) -> None:
-        self.lost: set[str] = set()
-        """Requests that ended because their outputs could not be sent."""
-        self.last_stats: EngineStats | None = None
-        self.last_send = 0.0
-        self.marks = b""
-        """What it was told of the prefix cache."""
-        self._context = context
-        self._address = address
-        self._max_queued = max_queued
-        self._socket = context.socket(zmq.PUSH)
-        self._socket.set_hwm(max_queued)
-        self._socket.connect(address)
-        self._encoder = msgspec.msgpack.Encoder()
-
-    def send(self, message: EngineMessage | EngineReport | CoordinatorNotice) -> bool:
-        """Send without waiting; False when too many messages wait already."""
-        try:
-            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
-
-    def note(self, stats: EngineStats, marks: bytes) -> None:
-        """Remember what was sent just now."""
-        self.last_stats, self.last_send, self.marks = stats, time.monotonic(), marks
-
-    def renewed(self) -> _Peer:
-        """The way to the process that takes its place; what waits for the old one is dropped."""
-        self._socket.close(0)
-        return _Peer(self._context, self._address, self._max_queued)
 
 
 def _failure(request_id: str, message: str) -> RequestOutput:

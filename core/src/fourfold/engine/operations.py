@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, get_args
+
+from fourfold.coordinator.waves import PauseMode
+from fourfold.errors import RequestError
 
 OPERATIONS: Final[Mapping[str, bool]] = {
     "check_weights": False,
     "discard_weights": True,
-    "halt": True,
     "load_adapter": False,
     "load_weights": True,
+    "pause": False,
     "reset_prefix_cache": False,
+    "resume": False,
     "sleep": True,
     "unload_adapter": False,
     "wake_up": True,
@@ -26,9 +30,20 @@ def sleep_calls(level: int) -> list[Call]:
     """What all engines do in turn, each when all have done the one before: no replica computes while another one lets
     go of weights that they share.
     """
-    return [("halt", {}), ("sleep", {"level": level})]
+    return [("pause", {"mode": "keep"}), ("sleep", {"level": level})]
+
+
+def wake_calls(tags: Sequence[str]) -> list[Call]:
+    """The same for waking up; engines go on when nothing sleeps any more."""
+    return [("wake_up", {"tags": list(tags)}), ("resume", {})]
 
 
 def update_calls(model: str) -> list[Call]:
     """The same for new weights, after ``check_weights`` has succeeded everywhere."""
-    return [("halt", {}), ("discard_weights", {}), ("load_weights", {"model": model})]
+    return [("pause", {"mode": "keep"}), ("discard_weights", {}), ("load_weights", {"model": model}), ("resume", {})]
+
+
+def check_mode(mode: str) -> None:
+    """Raise RequestError for what is no ``PauseMode``."""
+    if mode not in get_args(PauseMode):
+        raise RequestError(f"mode is {mode!r:.100}; there are {', '.join(get_args(PauseMode))}", parameter="mode")

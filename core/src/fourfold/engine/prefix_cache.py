@@ -2,8 +2,9 @@
 of all that is held.
 
 A block's digest covers all tokens up to its end and the request's salt. It is cryptographic, so that no user can craft
-a prompt that meets another's blocks. Its first four bytes are its mark, which tells balancers where a prefix is; who
-takes one for another loses nothing but time. Knows no request and no reference counts.
+a prompt that meets another's blocks. Its last four bytes are its mark, a checksum of the same, which tells balancers
+where a prefix is: they have to be quick, and who takes one for another loses nothing but time. Knows no request and no
+reference counts.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +23,7 @@ from fourfold.engine.block_pool import BlockPool
 
 DIGEST_BYTES = 16
 MARK_BYTES = 4
+_TOKEN_BYTES = array("I").itemsize
 MAX_MARKS = 1024
 """Marks that describe one cache at most."""
 MAX_ENDS = 768
@@ -45,23 +48,42 @@ def extend_chain(
     done = len(digests)
     if done >= num_blocks:
         return
-    parent = digests[-1] if digests else root_digest(salt, adapter)
-    tokens = array("q", token_ids[done * block_size : num_blocks * block_size])
-    content, size = tokens.tobytes(), block_size * tokens.itemsize
-    for start in range(0, (num_blocks - done) * size, size):
-        parent = blake2b(parent + content[start : start + size], digest_size=DIGEST_BYTES).digest()
+    parent = digests[-1] if digests else _root(salt, adapter)
+    mark = int.from_bytes(parent[-MARK_BYTES:], "little")
+    content, size = _content(token_ids[done * block_size : num_blocks * block_size]), block_size * _TOKEN_BYTES
+    for start in range(0, len(content), size):
+        block = content[start : start + size]
+        mark = crc32(block, mark)
+        parent = blake2b(parent + block, digest_size=DIGEST_BYTES).digest() + mark.to_bytes(MARK_BYTES, "little")
         digests.append(parent)
 
 
 def prompt_marks(token_ids: Sequence[int], block_size: int, salt: str, adapter: str = "") -> NDArray[np.uint32]:
-    """A mark for each full block of a prompt, from the start, ``MAX_MARKED_BLOCKS`` at most.
+    """A mark for each full block of a prompt, from the start, ``MAX_MARKED_BLOCKS`` at most; some 20 us for 60 blocks.
 
-    The block with the last token has none: an engine computes that token in any case.
+    The block with the last token has none: an engine computes that token in any case. Nor has a prompt with numbers
+    that are no tokens.
     """
-    digests: list[bytes] = []
     num_blocks = min((len(token_ids) - 1) // block_size, MAX_MARKED_BLOCKS)
-    extend_chain(digests, token_ids, num_blocks, block_size, salt, adapter=adapter)
-    return read_marks(b"".join(digest[:MARK_BYTES] for digest in digests))
+    try:
+        content, size = _content(token_ids[: num_blocks * block_size]), block_size * _TOKEN_BYTES
+    except OverflowError:
+        return read_marks(b"")
+    mark, marks = int.from_bytes(_root(salt, adapter)[-MARK_BYTES:], "little"), []
+    for start in range(0, len(content), size):
+        mark = crc32(content[start : start + size], mark)
+        marks.append(mark)
+    return np.frombuffer(array("I", marks), np.uint32)
+
+
+def _root(salt: str, adapter: str) -> bytes:
+    root = root_digest(salt, adapter)
+    return root + crc32(root).to_bytes(MARK_BYTES, "little")
+
+
+def _content(token_ids: Sequence[int]) -> bytes:
+    """Raises OverflowError for what is no token."""
+    return array("I", token_ids).tobytes()
 
 
 def read_marks(encoded: bytes) -> NDArray[np.uint32]:
@@ -100,7 +122,7 @@ class PrefixSketch:
     def marks(self) -> bytes:
         """Marks of what is still held, the last used ones last; ``read_marks`` reads them."""
         find, known = self._pool.find, [*self._beginnings, *self._ends]
-        return b"".join([digest[:MARK_BYTES] for digest in known if find(digest) is not None])
+        return b"".join([digest[-MARK_BYTES:] for digest in known if find(digest) is not None])
 
 
 def _use(table: OrderedDict[bytes, None], digest: bytes, limit: int) -> None:

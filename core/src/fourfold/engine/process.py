@@ -76,6 +76,9 @@ def _serve(link: ParentLink, arguments: argparse.Namespace) -> None:
             built.core.load_adapter(adapter.unique, adapter.folder)
         except (ConfigError, RequestError) as error:  # requests for others must not suffer
             logger.error("LoRA adapter %r is not served here: %s", adapter.name, error)
+    if wished.paused or wished.asleep:
+        built.core.pause("keep")
+        built.core.confirm_pause()
     if wished.asleep:
         built.core.sleep(wished.sleep_level)
         awake = [tag for tag in TAGS if tag not in wished.asleep]

@@ -123,6 +123,11 @@ class Request:
         """Whether prompt log probabilities are asked for and still to be sent."""
         return self.sampling.prompt_logprobs is not None and len(self.token_ids) == self.num_prompt
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has been in a step, though it may wait again."""
+        return self.num_cached_tokens >= 0
+
     def accept(self, token_id: int) -> FinishReason | None:
         """Append a sampled token; returns why the request ends with it, if it does."""
         token_ids = self.token_ids

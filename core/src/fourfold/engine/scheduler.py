@@ -8,6 +8,7 @@ from bisect import insort
 from operator import attrgetter
 
 from fourfold.contracts.scheduling_policy import SchedulingPolicy
+from fourfold.engine.batch import Batch
 from fourfold.engine.kv_cache_manager import KVCacheManager
 from fourfold.engine.request import Request, Share, Status
 from fourfold.engine.waiting_queue import WaitingQueue
@@ -21,16 +22,6 @@ from fourfold.messages import (
     StepMessage,
     StepOutput,
 )
-
-
-class Batch:
-    """A step that is or was in the air: its message, and the request of each of its ``scheduled`` entries."""
-
-    __slots__ = ("message", "requests")
-
-    def __init__(self, message: StepMessage, requests: list[Request]) -> None:
-        self.message = message
-        self.requests = requests
 
 
 class Scheduler:
@@ -53,6 +44,8 @@ class Scheduler:
         """Counters; ``snapshot`` completes them."""
         self.requests: dict[str, Request] = {}
         """All that are not finished."""
+        self.admits_new = True
+        """Whether requests may begin; those that were preempted go on in any case."""
         self._cache = cache
         self._policy = policy
         self._max_num_seqs = max_num_seqs
@@ -86,6 +79,12 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests that wait for the first time or again."""
         return len(self._waiting) + self._num_returning
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a request that has begun can go on while none may begin."""
+        first = self._waiting.first()
+        return bool(self._running or self._num_returning or (first is not None and first.has_begun))
 
     def snapshot(self) -> EngineStats:
         """The counters, with the gauges as they stand."""
@@ -207,7 +206,7 @@ class Scheduler:
             if self._cache.is_short(reserve):
                 return
             request = self._waiting.first()
-            if request is None:
+            if request is None or not (self.admits_new or request.has_begun):
                 return
             hit = self._cache.find_hit(request)
             count = self._cache.admit(request, hit, min(request.num_tokens - hit, budget), reserve)

@@ -89,7 +89,7 @@ class Sleep:
     def _set_asleep(self, tags: tuple[str, ...]) -> None:
         if tags != self.asleep:
             self._stats.asleep = tags
-            self._stats.sleep_changes += 1
+            self._stats.state_changes += 1
 
 
 def check_level(level: int) -> None:

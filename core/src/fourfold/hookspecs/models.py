@@ -55,7 +55,9 @@ def fourfold_attention_backends() -> list[AttentionBackendEntry]:
 
     Called once in every process, when plugins are loaded. ``build(AttentionContext)`` runs once a layer on every rank
     and returns a ``fourfold.contracts.attention_backend.AttentionBackend``. One with the capability ``fp8_cache`` is
-    also built for --kv-cache-dtype fp8, which others are refused for.
+    also built for --kv-cache-dtype fp8, which others are refused for. One with ``latent_cache`` keeps the latents of
+    latent attention once (``AttentionSpec.shared_values``), one with ``latent_heads`` the heads that are made of them;
+    others are taken for such models by name alone, and keep heads.
 
     Returns a list of entries. Two plugins that offer one name are an error.
 

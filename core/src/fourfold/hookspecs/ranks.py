@@ -54,8 +54,9 @@ def fourfold_communicators() -> list[CommunicatorEntry]:
 
     Called once in every process, when plugins are loaded. ``build(CommunicatorContext)`` runs on every rank of a group
     at once and returns a ``fourfold.contracts.communicator.Communicator``. The capability ``one_host`` says that it
-    connects ranks of one host alone; ``auto`` then takes another one for groups that span several. One that can start
-    a sum and wait for it later offers ``fourfold.contracts.split_sum.SplitSums`` too, for ``--enable-dbo``.
+    connects ranks of one host alone; ``auto`` then takes another one for groups that span several. ``several_hosts``
+    says that it is for those alone that have several ranks on one of them. One that can start a sum and wait for it
+    later offers ``fourfold.contracts.split_sum.SplitSums`` too, for ``--enable-dbo``.
 
     Returns a list of entries. Two plugins that offer one name are an error.
 

@@ -21,7 +21,10 @@ _QUERY_CHUNK = 256
 
 
 class TorchAttention:
-    """One layer's attention. The cache is [2, blocks, block_size, K, D]: keys, then values; in fp8 scaled rows."""
+    """One layer's attention. The cache is [2, blocks, block_size, K, D]: keys, then values; in fp8 scaled rows.
+
+    Where values are keys there is one of the two.
+    """
 
     def __init__(self, context: AttentionContext) -> None:
         self._spec = context.spec
@@ -41,9 +44,9 @@ class TorchAttention:
             self._places = torch.tensor(places, device=context.device)
 
     def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """[2, blocks, block_size, K, D], where scales add to D."""
+        """[2, blocks, block_size, K, D], where scales add to D; [1, ...] where values are keys."""
         width = self._spec.head_dim + (SCALE_BYTES if self._scaled else 0)
-        return (2, num_blocks, block_size, self._spec.num_kv_heads, width)
+        return (1 if self._spec.shared_values else 2, num_blocks, block_size, self._spec.num_kv_heads, width)
 
     def rotate_and_attend(
         self,
@@ -71,7 +74,7 @@ class TorchAttention:
         kept = slots >= 0
         if not bool(kept.all()):
             keys, values, slots = keys[kept], values[kept], slots[kept]
-        for target, source in zip(rows, (keys, values)):
+        for target, source in zip(rows, (keys, values)):  # shared values are keys, and not there
             target.index_copy_(0, slots, pack_rows(source) if self._scaled else source.to(kv_cache.dtype))
 
     def _attend(self, queries: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
@@ -113,7 +116,8 @@ class TorchAttention:
         table = torch.where(visible[:, ::block_size], table, 0)
         if spec.sliding_window:
             visible &= context >= lengths - spec.sliding_window
-        keys, values = self._read(kv_cache[:, table].flatten(2, 3))
+        cached = self._read(kv_cache[:, table].flatten(2, 3))
+        keys, values = cached[0], cached[-1]
         # Cache memory that was never written may hold NaN, which a weight of zero does not remove.
         values = values.masked_fill(~visible[:, :, None, None], 0)
         grouped = self._grouped(queries).float()
@@ -129,7 +133,8 @@ class TorchAttention:
         spec, block_size = self._spec, kv_cache.shape[2]
         length = metadata.sequence_lengths_list[sequence]
         table = metadata.block_table[sequence, : -(-length // block_size)].to(torch.int64)
-        keys, values = self._read(kv_cache[:, table].flatten(1, 2)[:, :length]).transpose(1, 2)
+        cached = self._read(kv_cache[:, table].flatten(1, 2)[:, :length]).transpose(1, 2)
+        keys, values = cached[0], cached[-1]
         computed = length - queries.shape[0]
         out = torch.empty_like(queries)
         for first in range(0, queries.shape[0], _QUERY_CHUNK):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from fourfold.checkpoints.adapter_targets import named_modules
 from fourfold.checkpoints.json_file import read_json
 from fourfold.checkpoints.safetensors_file import read_header
 from fourfold.errors import CheckpointError
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _TENSOR: Final = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<matrix>[AB])(?:\.default)?\.weight")
-_MODULE: Final = re.compile(r"model\.layers\.\d+\.(?:self_attn|mlp)\.\w+_proj")
+_MODULE: Final = re.compile(r"model\.layers\.\d+\.(?:self_attn|mlp)\.\w+_proj(?:_with_mqa)?")
 _REFUSED: Final[Mapping[str, str]] = {
     "modules_to_save": "whole modules beside the adapter's matrices",
     "use_dora": "DoRA",
@@ -77,7 +78,8 @@ def read_adapter(folder: Path, description: ModelDescription, *, max_rank: int) 
             raise CheckpointError(f"{folder} is no LoRA adapter: {error.strerror}") from error
         if not present:
             raise CheckpointError(f"{folder} is no LoRA adapter: it has no {name}")
-    rank, scale = _read_scale(folder, max_rank)
+    values: Mapping[str, Any] = read_json(folder / CONFIG)
+    rank, scale = _read_scale(ConfigReader(values, where=str(folder / CONFIG)), values, max_rank)
     file = folder / WEIGHTS
     shapes = {name: place.shape for name, place in read_header(file).items()}
     modules = _pair(file, shapes)
@@ -95,12 +97,25 @@ def read_adapter(folder: Path, description: ModelDescription, *, max_rank: int) 
                     f"{file} has tensor {name} of shape {list(shapes[name])}; for this model and rank {rank} it is "
                     f"{list(wanted)}"
                 )
+    _check_targets(folder, values, modules, whole)
     return Adapter(file=file, scale=scale, modules=modules)
 
 
-def _read_scale(folder: Path, max_rank: int) -> tuple[int, float]:
-    values: Mapping[str, Any] = read_json(folder / CONFIG)
-    config = ConfigReader(values, where=str(folder / CONFIG))
+def _check_targets(folder: Path, values: Mapping[str, Any], adapted: Collection[str], whole: Collection[str]) -> None:
+    """The file must hold what the config says, no more and no less: else one of them belongs to another adapter."""
+    if values.get("target_modules") is None:
+        return
+    modules = [name.removesuffix(".weight") for name in whole]
+    where = str(folder / CONFIG)
+    named = named_modules(values, [module for module in modules if _MODULE.fullmatch(module)], where=where)
+    for module in adapted:
+        if module not in named:
+            raise CheckpointError(f"{folder / WEIGHTS} adapts {module}, and {where} has it not among target_modules")
+    for module in sorted(named.difference(adapted)):
+        raise CheckpointError(f"{where} has {module} among target_modules, and {folder / WEIGHTS} has no matrix of it")
+
+
+def _read_scale(config: ConfigReader, values: Mapping[str, Any], max_rank: int) -> tuple[int, float]:
     kind = config.text("peft_type", "LORA")
     if kind != "LORA":
         raise CheckpointError(f"{config.where} has peft_type {kind!r}; only LORA is supported")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from fourfold.contracts.linear_method import LinearMethod
     from fourfold.contracts.parallel_layer import (
         HeadLayer,
+        LatentLayer,
         MixtureLayer,
         ParallelLayer,
         TensorSlices,
@@ -94,6 +95,7 @@ class DecoderBuilder:
         self._registry = registry
         self._device = device
         self._dtype = self._kv_cache_dtype = dtype
+        self._caches_latents = False
         self._cut = cut_heads(description.num_heads, description.num_kv_heads, group.rank, group.world_size)
         compute = ComputeContext(config=config, device=device, dtype=dtype, rank=rank)
         backends, names = registry, config.backends
@@ -201,26 +203,38 @@ class DecoderBuilder:
         """One a layer of this stage, all from one entry."""
         if self._config.cache.kv_cache_dtype == "fp8" and "fp8_cache" not in entry.capabilities:
             raise Unsupported("it keeps no fp8 cache; --kv-cache-dtype auto needs none")
+        d, latent = self._description, self._description.latent
+        self._caches_latents = latent is not None and self._may_cache_latents(entry)
         backends: list[AttentionBackend] = []
-        for layer in self._description.layers[self._stage.layers.start : self._stage.layers.stop]:
-            rotary = None if layer.rotary is None else self._description.rotaries[layer.rotary]
+        for layer in d.layers[self._stage.layers.start : self._stage.layers.stop]:
+            rotary = None if layer.rotary is None else d.rotaries[layer.rotary]
             spec = AttentionSpec(
                 num_heads=len(self._cut.heads),
                 num_kv_heads=len(self._cut.kv_heads),
                 group_sizes=self._cut.group_sizes,
-                head_dim=self._description.head_dim,
-                scale=self._description.attention_scale,
+                head_dim=d.head_dim,
+                scale=d.attention_scale,
                 sliding_window=layer.sliding_window,
-                soft_cap=self._description.attention_soft_cap,
+                soft_cap=d.attention_soft_cap,
                 rotary_dim=0 if rotary is None else rotary.dim,
-                head_norms=self._description.query_key_norm,
+                head_norms=d.query_key_norm,
             )
+            if latent is not None and self._caches_latents:
+                width = latent.rotary_dim + latent.kv_rank
+                spec = replace(spec, num_kv_heads=1, group_sizes=(), head_dim=width, shared_values=True)
             context = AttentionContext(config=self._config, device=self._device, dtype=self._dtype, spec=spec)
             backend = entry.build(context)
             backend.kv_cache_shape(1, self._config.cache.block_size)  # refuses a block size that it cannot hold
             backends.append(backend)
             self._kv_cache_dtype = context.cache_dtype
         return backends
+
+    def _may_cache_latents(self, entry: Entry[Any]) -> bool:
+        """Whether attention is over latents. Adapters change how heads are made of them, so that it then is not."""
+        able = "latent_cache" in entry.capabilities
+        if not able and "latent_heads" not in entry.capabilities and self._config.backends.attention == AUTO:
+            raise Unsupported("it keeps no latents; by name it is taken, and keeps whole heads")
+        return able and not self._config.lora.enable_lora
 
     def _build_layer(self, layer: int, attention: AttentionBackend, tables: list[torch.Tensor]) -> DecoderLayer:
         d, prefix = self._description, layer_prefix(layer)
@@ -233,12 +247,13 @@ class DecoderBuilder:
             after_feed_forward = norm(f"{prefix}post_feedforward_layernorm.weight")
         else:
             before_feed_forward = norm(f"{prefix}post_attention_layernorm.weight")
-        output = self._build_output(prefix)
+        qkv = self._build_qkv(prefix)
+        output = self._build_output(prefix, qkv)
         summing_norm = self._summing_norm if isinstance(output, SummedLayer) else None
         # What goes on to another stage is summed.
         leaves_sum = summing_norm is not None and layer + 1 in self._stage.layers and not d.layers[layer].mixture
         parts = LayerParts(
-            qkv=self._build_qkv(prefix),
+            qkv=qkv,
             output=output.part if summing_norm is not None and isinstance(output, SummedLayer) else output,
             feed_forward=self._build_feed_forward(layer, prefix, leaves_sum=leaves_sum),
             attention=attention,
@@ -262,13 +277,23 @@ class DecoderBuilder:
             modules = {part: f"{prefix}self_attn.{part}_proj" for part in "qkv"}
             return self._linear("qkv", modules, (d.hidden_size, heads), bias=d.qkv_bias)
         layer = self._factory.build(
-            "latent_qkv", d.hidden_size, heads, bias=d.qkv_bias, latent=d.latent, operators=self._operators
+            "latent_qkv",
+            d.hidden_size,
+            heads,
+            bias=d.qkv_bias,
+            latent=d.latent,
+            caches_latents=self._caches_latents,
+            operators=self._operators,
+            expert_memory=self._expert_memory,
         )
         for name, tensor in latent_tensors(d).items():
             self._take(prefix + name, layer, tensor.parameter)
+            module, _, kind = (prefix + name).rpartition(".")
+            if kind == "weight" and len(tensor.shape) == 2:
+                self._targets[module] = AdapterTarget(load=partial(layer.load, tensor.parameter), cuts_inputs=False)
         return layer
 
-    def _build_output(self, prefix: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _build_output(self, prefix: str, qkv: ParallelLayer) -> Callable[[torch.Tensor], torch.Tensor]:
         d = self._description
         output = self._linear(
             "row",
@@ -277,9 +302,7 @@ class DecoderBuilder:
             bias=d.output_bias,
             in_heads=(d.num_heads, d.num_kv_heads, d.value_dim),
         )
-        if d.value_dim == d.head_dim:
-            return output
-        return ValueOutput(output, head_dim=d.head_dim, value_dim=d.value_dim)
+        return output if d.latent is None else ValueOutput(cast("LatentLayer", qkv), output)
 
     def _build_feed_forward(
         self, layer: int, prefix: str, *, leaves_sum: bool

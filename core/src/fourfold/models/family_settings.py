@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fourfold.checkpoints.block_scales import read_block_size
 from fourfold.errors import ConfigError
 from fourfold.models.config_reader import ConfigReader
 from fourfold.models.description import Activation, LayerDescription, ModelDescription, RotaryDescription
@@ -27,13 +28,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 def open_config(values: Mapping[str, Any], *, mixture: bool = False) -> ConfigReader:
     """A reader, once the settings that no family here honours are ruled out; counts of experts, but for a mixture."""
-    if values.get("quantization_config"):
-        quantization = values["quantization_config"]
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
-        raise ConfigError(
-            f"config.json has quantization_config ({method}); quantised safetensors are not supported, "
-            "use the unquantised model or a .gguf file"
-        )
+    read_block_size(values)
     architecture = architecture_of(values)
     for key in () if mixture else EXPERT_COUNTS:
         if values.get(key):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fourfold.plugins import PluginRegistry
 
 _SUMMED: Final = ("row", "moe")
-_ADAPTED: Final = ("column", "row", "merged_column", "qkv")
+_ADAPTED: Final = ("column", "row", "merged_column", "qkv", "latent_qkv")
 
 
 class ParallelLayerFactory:

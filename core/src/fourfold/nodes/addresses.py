@@ -18,11 +18,7 @@ def own_address(name: str, *, option: str) -> str:
 
     Raises ConfigError, naming ``option`` and what there is, for a name that is none of this host's.
     """
-    interfaces = psutil.net_if_addrs()
-    addresses = {
-        interface: [one.address.partition("%")[0] for one in found if one.family in (socket.AF_INET, socket.AF_INET6)]
-        for interface, found in interfaces.items()
-    }
+    addresses = _interfaces()
     if name in addresses:
         if not addresses[name]:
             raise ConfigError(f"{option} is {name!r}, an interface without an IP address; choose another one")
@@ -35,6 +31,25 @@ def own_address(name: str, *, option: str) -> str:
         there = ", ".join(sorted(addresses))
         raise ConfigError(f"{option} is {name!r}, no interface or address of this host, which has {there}") from error
     return name
+
+
+def listening_address(given: str, interface: str | None, *, option: str) -> str:
+    """Where the node that others find by ``given``, the value of ``option``, listens: at its ``interface``, if it has
+    one to choose.
+
+    Raises ConfigError for an interface that is none of this host's, and for one that does not have that address.
+    """
+    if interface is None:
+        return given
+    own = own_address(interface, option="--node-interface")
+    if given == own or given in _interfaces().get(interface, ()):
+        return given
+    if _is_address(given):
+        raise ConfigError(
+            f"--node-interface is {interface!r}, with the address {own}, and other nodes look for this one at {given} "
+            f"({option}); give them the same"
+        )
+    return own
 
 
 def address_towards(host: str) -> str:
@@ -56,6 +71,22 @@ def node_name(address: str) -> str:
 def tcp_url(host: str, port: int | str) -> str:
     """``tcp://HOST:PORT``, with an IPv6 address in brackets."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def _interfaces() -> dict[str, list[str]]:
+    """This host's interfaces, and their IP addresses."""
+    return {
+        name: [one.address.partition("%")[0] for one in found if one.family in (socket.AF_INET, socket.AF_INET6)]
+        for name, found in psutil.net_if_addrs().items()
+    }
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _family(address: str) -> socket.AddressFamily:

@@ -39,6 +39,8 @@ class DeploymentState(msgspec.Struct, frozen=True, kw_only=True):
     """Of the last sleep."""
     asleep: tuple[str, ...] = ()
     """Which of ``fourfold.sleep_tags.TAGS`` are."""
+    paused: bool = False
+    """Whether all wait, awake or not, until an operator lets them go on."""
     adapters: tuple[WishedAdapter, ...] = ()
     """In the order in which they were loaded."""
 

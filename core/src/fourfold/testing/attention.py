@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import pytest
@@ -26,6 +28,7 @@ SPECS = (
     AttentionSpec(num_heads=5, num_kv_heads=2, head_dim=64, scale=0.125, rotary_dim=64, group_sizes=(3, 2)),
     AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.125, sliding_window=20, group_sizes=(1, 3)),
 )
+LATENTS = AttentionSpec(num_heads=5, num_kv_heads=1, head_dim=80, scale=0.1, rotary_dim=16, shared_values=True)
 BATCHES = (
     ((0, 1),),
     ((0, 40), (0, 7)),
@@ -61,6 +64,18 @@ class AttentionConformance(Conformance):
                 for batch in BATCHES:
                     self.check(entry, dtype, spec, batch)
 
+    def test_it_keeps_keys_that_are_values_once(self, entry: AttentionBackendEntry) -> None:
+        if "latent_cache" not in entry.capabilities:
+            pytest.skip(f"{self.name} does not claim latent_cache")
+        for dtype in self.dtypes:
+            for batch in BATCHES:
+                self.check(entry, dtype, LATENTS, batch)
+            shapes = [
+                entry.build(self.context(dtype, spec)).kv_cache_shape(3, BLOCK_SIZE)
+                for spec in (LATENTS, replace(LATENTS, shared_values=False))
+            ]
+            assert 2 * math.prod(shapes[0]) == math.prod(shapes[1])
+
     def test_it_keeps_an_fp8_cache_as_the_twin_does(self, entry: AttentionBackendEntry) -> None:
         if "fp8_cache" not in entry.capabilities:
             pytest.skip(f"{self.name} does not claim fp8_cache")
@@ -78,8 +93,15 @@ class AttentionConformance(Conformance):
             cache = torch.zeros(backend.kv_cache_shape(4, BLOCK_SIZE), dtype=getattr(torch, dtype), device=self.device)
             metadata = self.metadata(((0, 3),), [[1]])
             metadata.slot_mapping.fill_(-1)
-            width = (self.specs[0].num_heads + 2 * self.specs[0].num_kv_heads) * self.specs[0].head_dim
-            self.run(backend, torch.randn(3, width), dtype, ((0, 3),), cache=cache, metadata=metadata, cos_sin=None)
+            self.run(
+                backend,
+                torch.randn(3, self.specs[0].row_width),
+                dtype,
+                ((0, 3),),
+                cache=cache,
+                metadata=metadata,
+                cos_sin=None,
+            )
             assert bool((cache == 0).all())
 
     def check(
@@ -102,8 +124,7 @@ class AttentionConformance(Conformance):
         per_sequence = [-(-(old + new) // BLOCK_SIZE) for old, new in batch]
         order = (1 + torch.randperm(sum(per_sequence))).tolist()
         tables = [[order.pop() for _ in range(count)] for count in per_sequence]
-        width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-        tokens = [torch.randn(old + new, width).to(getattr(torch, dtype)).float() for old, new in batch]
+        tokens = [torch.randn(old + new, spec.row_width).to(getattr(torch, dtype)).float() for old, new in batch]
         turns = torch.randn(128, spec.rotary_dim // 2)
         cos_sin = torch.cat([turns.cos(), turns.sin()], dim=1) if spec.rotary_dim else None
         outputs = []

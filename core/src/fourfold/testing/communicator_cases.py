@@ -32,6 +32,9 @@ def connected(
 ) -> Iterator[Communicator]:
     """The communicator of this rank; ``ranks`` are the group's global ones, in order."""
     members = tuple(range(rank.world_size)) if ranks is None else tuple(ranks)
+    entry = load_plugins().communicators()[name]
+    # One for several hosts gets what it is for: all but the first two ranks count as being elsewhere.
+    hosts = tuple(int(place > 1) if "several_hosts" in entry.capabilities else 0 for place in range(len(members)))
     context = CommunicatorContext(
         group="tp",
         ranks=members,
@@ -39,8 +42,10 @@ def connected(
         device=place(rank, device),
         store=scoped(rank.store, f"{name} {members}"),
         timeout=timeout,
+        one_host=len(set(hosts)) == 1,
+        hosts=hosts,
     )
-    communicator = load_plugins().communicators()[name].build(context)
+    communicator = entry.build(context)
     try:
         yield communicator
     finally:

@@ -239,7 +239,10 @@ class FakeEngine:
             error = self.refusals.get(call.method)
             if error is None and call.method in ("sleep", "wake_up"):
                 self._stats.asleep = TAGS if call.method == "sleep" else ()
-                self._stats.sleep_changes += 1
+                self._stats.state_changes += 1
+            if error is None and call.method in ("pause", "resume"):
+                self._stats.paused = call.method == "pause"
+                self._stats.state_changes += 1
         return UtilityReply(
             engine=self._engine,
             incarnation=self._incarnation,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 from collections.abc import Iterator, Sequence
@@ -50,7 +51,9 @@ class HfTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids; see the contract."""
         tokenizer = self._tokenizer if parse_special else self._plain_tokenizer()
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch of one, as it lets other threads run meanwhile, and the fast way counts no characters.
+        [encoded] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoded.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -98,6 +101,8 @@ def _load(path: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more special
         raise CheckpointError(f"{path} cannot be read as a tokenizer: {error}") from error
+    # The library would otherwise start a thread for each core of the host, for batches.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -19,6 +19,13 @@ LOOPBACK = "127.0.0.1"
 
 def build(context: CommunicatorContext) -> ProcessGroupCommunicator:
     """The communicator of this rank; raises Unsupported off the CPU and where gloo cannot connect."""
+    return ProcessGroupCommunicator(
+        connect(context), context, graph_safe=False, deterministic=True, scatters_sums=False
+    )
+
+
+def connect(context: CommunicatorContext) -> Any:
+    """The process group; raises as ``build`` does."""
     if context.device.type != "cpu":
         raise Unsupported(f"gloo connects ranks on a cpu, not on {context.device.type}")
     if not dist.is_gloo_available():
@@ -34,7 +41,6 @@ def build(context: CommunicatorContext) -> ProcessGroupCommunicator:
         else:
             options._devices = [dist.ProcessGroupGloo.create_default_device()]
         store = scoped(context.store, "gloo")
-        group = dist.ProcessGroupGloo(store, context.rank, len(context.ranks), options)
+        return dist.ProcessGroupGloo(store, context.rank, len(context.ranks), options)
     except RuntimeError as error:
         raise Unsupported(f"gloo cannot connect group {context.group}: {error}") from error
-    return ProcessGroupCommunicator(group, context, graph_safe=False, deterministic=True, scatters_sums=False)

@@ -17,7 +17,7 @@ FOURFOLD_CONTRACT = ">=1.0,<2"
 
 @hookimpl
 def fourfold_communicators() -> list[CommunicatorEntry]:
-    """Offer ``shm`` and ``gloo``."""
+    """Offer ``shm``, ``gloo``, and both together."""
     return [
         CommunicatorEntry(
             name="shm",
@@ -25,6 +25,13 @@ def fourfold_communicators() -> list[CommunicatorEntry]:
             summary="shared memory, for ranks of one host",
             capabilities=frozenset({"cpu", "deterministic", "one_host", "peer_memory"}),
             suits=lambda config: Suitability(score=50, reason="ranks of one host share its memory"),
+        ),
+        CommunicatorEntry(
+            name="shm-gloo",
+            build=_build_layered,
+            summary="sums in shared memory inside hosts, then over TCP between them",
+            capabilities=frozenset({"cpu", "deterministic", "several_hosts"}),
+            suits=lambda config: Suitability(score=20, reason="a sum crosses the network once a host, not once a rank"),
         ),
         CommunicatorEntry(
             name="gloo",
@@ -44,6 +51,12 @@ def _build_shm(context: CommunicatorContext) -> Communicator:
 
 def _build_gloo(context: CommunicatorContext) -> Communicator:
     from fourfold_comm_cpu.gloo import build
+
+    return build(context)
+
+
+def _build_layered(context: CommunicatorContext) -> Communicator:
+    from fourfold_comm_cpu.layered import build
 
     return build(context)
 

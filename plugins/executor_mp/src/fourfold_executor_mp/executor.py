@@ -6,9 +6,10 @@ import time
 from functools import partial
 from typing import Any
 
+from fourfold.config.node_config import NodeConfig
 from fourfold.entries import ExecutorContext
 from fourfold.manifest import fingerprint
-from fourfold.nodes.addresses import node_name
+from fourfold.nodes.addresses import listening_address, node_name
 from fourfold.nodes.secret import required_secret
 from fourfold.plugins import load_plugins
 from fourfold.rpc.frames import Frame
@@ -50,7 +51,7 @@ class MpExecutor(RankExecutor):
     def _listen(self, context: ExecutorContext) -> NodeRanks:
         nodes = context.config.nodes
         return NodeRanks(
-            nodes.master_address,
+            _own_address(nodes),
             nodes.master_port,
             secret=required_secret(context.config),
             places={place: part_of(context, place).ranks for place in range(1, nodes.nnodes)},
@@ -97,13 +98,19 @@ def part_of(context: ExecutorContext, place: int, *, address: str | None = None)
     """
     nodes = context.config.nodes
     count = context.layout.engine_world_size // nodes.nnodes
-    own = nodes.master_address if address is None else address
+    several = nodes.nnodes > 1
+    own = _own_address(nodes) if several and address is None else address or ""
     return Part(
         layout=context.layout,
         dp_rank=context.dp_rank,
         ranks=range(place * count, (place + 1) * count),
         local_start=context.local_start,
         local_workers=context.local_workers,
-        node=node_name(own) if nodes.nnodes > 1 else "",
-        address=own if nodes.nnodes > 1 else "",
+        node=node_name(own) if several else "",
+        address=own,
     )
+
+
+def _own_address(nodes: NodeConfig) -> str:
+    """Of the node with the engine."""
+    return listening_address(nodes.master_address, nodes.node_interface, option="--master-address")

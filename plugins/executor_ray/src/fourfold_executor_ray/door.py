@@ -6,9 +6,10 @@ import contextlib
 import logging
 import shutil
 import socket
+import struct
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _HELLO_TIMEOUT: Final = 10.0
 _JOIN_TIMEOUT: Final = 5.0
+_CREDENTIALS: Final = struct.Struct("3i")  # pid, user and group, as Linux gives them
 
 
 class Door:
@@ -72,6 +74,16 @@ class Door:
             return
         stream.settimeout(None)
         self._streams[rank] = stream
+
+
+def peer_pids(streams: Mapping[int, socket.socket]) -> dict[int, int]:
+    """Rank -> the process at the other end of its stream, where this one can see it."""
+    found = {}
+    for rank, stream in streams.items():
+        pid, _, _ = _CREDENTIALS.unpack(stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        if pid:
+            found[rank] = pid
+    return found
 
 
 def _read_arrival(stream: socket.socket) -> Arrival:

@@ -29,7 +29,8 @@ from fourfold.rpc.node_ranks import NodeRanks
 from fourfold.rpc.rank_executor import RankExecutor, log_level
 from fourfold.supervision.child_process import ChildCommand, ChildExit, ChildProcess, ChildSupervisor
 from fourfold.supervision.run_directory import ProcessState, is_running
-from fourfold_executor_ray.door import Door
+from fourfold.supervision.stopped_watch import StoppedWatch
+from fourfold_executor_ray.door import Door, peer_pids
 from fourfold_executor_ray.leftovers import end_process
 from fourfold_executor_ray.messages import (
     End,
@@ -89,7 +90,8 @@ class RayExecutor(RankExecutor):
         self._door: Door | None = None
         self._others: NodeRanks | None = None
         self._driver: ChildProcess | None = None
-        self._supervisor = ChildSupervisor()
+        self._supervisor = ChildSupervisor(stall_timeout=self._timeouts.stall_timeout)
+        self._watch: StoppedWatch | None = None
         try:
             self._driver = self._supervisor.start(
                 self._command(), on_report=self._hear, on_exit=lambda child, how: self._note_exit(how)
@@ -198,6 +200,8 @@ class RayExecutor(RankExecutor):
         others = self._others
         nodes = [] if others is None else others.ways(self._take_answer)
         self._connect(self._streams, nodes=nodes, on_end=self._note_hangup)
+        limit = self._timeouts.stall_timeout
+        self._watch = StoppedWatch(peer_pids(self._streams), limit=limit, on_killed=self._note_lost_link)
         # Ranks of one node need no port to meet.
         rendezvous = "" if others is not None else f"file:///proc/{os.getpid()}/fd/{self._meeting}"
         self._start_workers(self._context, rendezvous=rendezvous, started=self._started)
@@ -278,6 +282,8 @@ class RayExecutor(RankExecutor):
     def _end_ranks(self, grace: float) -> None:
         if self._door is not None:
             self._door.close()
+        if self._watch is not None:
+            self._watch.close()
         if self._channels is not None:
             self._channels.close()
         if self._others is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from fourfold.entries import ExecutorContext, ExecutorEntry, Suitability
@@ -38,8 +39,15 @@ def fourfold_settings() -> type[RaySettings]:
 
 @hookimpl
 def fourfold_check_config(config: EngineConfig) -> None:
-    replicas = config.parallel.data_parallel_size
-    if config.backends.executor == NAME and replicas > 1 and not given_cluster(settings_of(config))[0]:
+    replicas, settings = config.parallel.data_parallel_size, settings_of(config)
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if config.backends.executor != NAME and value != field.default:
+            raise ConfigError(
+                f"--ray-{field.name.replace('_', '-')} is {value!r}, and the executor is {config.backends.executor!r}; "
+                f"use --executor {NAME}, or leave it out"
+            )
+    if config.backends.executor == NAME and replicas > 1 and not given_cluster(settings)[0]:
         raise ConfigError(
             f"--data-parallel-size is {replicas}, and no Ray cluster is given that replicas could share; start one "
             "with `ray start --head` and name it with --ray-address, or use --executor mp"

@@ -40,7 +40,7 @@ def fourfold_attention_backends() -> list[AttentionBackendEntry]:
             name="triton",
             build=_build_attention,
             summary="head norms, rotary, cache write and paged attention; one kernel for a decode step",
-            capabilities=frozenset({"fp8_cache"}),
+            capabilities=frozenset({"fp8_cache", "latent_heads"}),
             suits=_suits,
         )
     ]

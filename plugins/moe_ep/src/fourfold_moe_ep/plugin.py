@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from fourfold.entries import AllToAllEntry, ExpertPlacementEntry, ParallelLayerEntry, RebalancerEntry, Suitability
+from fourfold.errors import ConfigError
 from fourfold.markers import hookimpl
-from fourfold_moe_ep.settings import ExpertParallelSettings
+from fourfold_moe_ep.settings import ExpertParallelSettings, settings_of
 
 if TYPE_CHECKING:
     from fourfold.config.engine_config import EngineConfig
@@ -52,6 +54,24 @@ def fourfold_parallel_layers() -> list[ParallelLayerEntry]:
 def fourfold_settings() -> type[ExpertParallelSettings]:
     """Give ``--moe-ep-...``."""
     return ExpertParallelSettings
+
+
+@hookimpl
+def fourfold_check_config(config: EngineConfig) -> None:
+    """Refuse what would have no effect."""
+    settings = settings_of(config)
+    for field in fields(settings):
+        option, value = f"--moe-ep-{field.name.replace('_', '-')}", getattr(settings, field.name)
+        if value != field.default and not config.parallel.enable_expert_parallel:
+            raise ConfigError(
+                f"{option} is {value}, for experts that are spread over ranks; add --enable-expert-parallel, or leave "
+                "it out"
+            )
+    if settings.rebalance_gain != ExpertParallelSettings().rebalance_gain and not settings.rebalance_interval:
+        raise ConfigError(
+            f"--moe-ep-rebalance-gain is {settings.rebalance_gain}, and experts stay where they are; set "
+            "--moe-ep-rebalance-interval too"
+        )
 
 
 @hookimpl
