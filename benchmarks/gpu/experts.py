@@ -91,7 +91,7 @@ def main() -> None:
     with torch.inference_mode():
         for name, shape in SHAPES.items():
             table, layers = Table(), stacks(shape)
-            sizes = (1, 8, 32, 128, 512, 1024, 16384) if name.startswith("qwen") else (1, 8, 32, 128, 8192)
+            sizes = (1, 8, 32, 128, 512, 1024, 4096, 16384) if name.startswith("qwen") else (1, 8, 32, 128, 8192)
             for rows in sizes:
                 add(table, name, shape, layers, rows, tune and rows in (1, 32, 128, 512, 1024))
             table.run()

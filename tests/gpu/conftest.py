@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -111,3 +112,16 @@ def opened(checkpoint: Path) -> Callable[..., AbstractContextManager[Any]]:
             torch.cuda.empty_cache()
 
     return build
+
+
+@pytest.fixture
+def mixture(checkpoint: Path, tmp_path: Path) -> Path:
+    """The shape of a mixture, for dummy weights."""
+    folder = tmp_path / "mixture"
+    folder.mkdir()
+    for name in ("tokenizer.json", "generation_config.json"):
+        shutil.copy(checkpoint / name, folder)
+    experts = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "norm_topk_prob": True}
+    config = {**CONFIG, **experts, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
@@ -17,7 +15,6 @@ from fourfold.testing.expert_choosing import ExpertChoosingConformance
 from fourfold.testing.experts import ExpertsConformance
 from fourfold.testing.upcycling import upcycle
 
-from .conftest import CONFIG
 from .test_golden import TEXTS
 
 pytestmark = pytest.mark.gpu
@@ -38,19 +35,6 @@ class TestGroupedExperts(ExpertsConformance):
 class TestChoosing(ExpertChoosingConformance):
     name = "triton"
     device = "cuda"
-
-
-@pytest.fixture
-def mixture(checkpoint: Path, tmp_path: Path) -> Path:
-    """The shape of a mixture, for dummy weights."""
-    folder = tmp_path / "mixture"
-    folder.mkdir()
-    for name in ("tokenizer.json", "generation_config.json"):
-        shutil.copy(checkpoint / name, folder)
-    experts = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "norm_topk_prob": True}
-    config = {**CONFIG, **experts, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def ids(model: Path, **options: Any) -> list[list[int]]:

@@ -15,13 +15,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fourfold_comm_nccl import all_reduce_kernels, norm_kernels
+from fourfold_comm_nccl import all_reduce_kernels, norm_kernels, rows_kernels
 from fourfold_comm_nccl.region import MAX_PROGRAMS, Region
+from fourfold_comm_nccl.rows_region import RowsRegion
 
 
 def ptx(kernel: Any, world: int, dtype: str, **constants: int) -> str:
-    region = Region(world_size=world)
+    region, rows = Region(world_size=world), RowsRegion(world_size=world, max_tokens=1024, top_k=8, row_bytes=4096)
     known = {
+        "senders_at": rows.senders_at,
+        "ids_at": rows.ids_at,
+        "weights_at": rows.weights_at,
+        "rows_at": rows.rows_at,
+        "returned_at": rows.returned_at,
+        "max_tokens": 1024,
         "world": world,
         "max_programs": MAX_PROGRAMS,
         "slots_at": region.slots_at,
@@ -30,11 +37,15 @@ def ptx(kernel: Any, world: int, dtype: str, **constants: int) -> str:
         "results_at": region.results_at,
         **constants,
     }
-    pointers = {"table": "*i64", "sequence": "*i32"} | dict.fromkeys(
-        ("tensor", "residual", "weight", "out"), f"*{dtype}"
-    )
+    pointers = {"table": "*i64", "sequence": "*i32", "weights": "*fp32"}
+    pointers |= dict.fromkeys(("tensor", "residual", "weight", "out", "x", "partial"), f"*{dtype}")
+    pointers |= dict.fromkeys(("ids", "owners", "receivers"), "*i32")
     numbers = {"rank": "i32", "vectors": "i32", "rows": "i32", "epsilon": "fp32"}
-    kinds = {name: (pointers | numbers).get(name, "constexpr") for name in kernel.arg_names}
+    numbers |= dict.fromkeys(("first", "count", "items"), "i32")
+    kinds = {
+        name: "constexpr" if name in constants else (pointers | numbers).get(name, "constexpr")
+        for name in kernel.arg_names
+    }
     aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(kinds) if name in pointers}
     values = {name: known[name] for name, kind in kinds.items() if kind == "constexpr"}
     source = ASTSource(kernel, kinds, constexprs=values, attrs=aligned)
@@ -49,8 +60,9 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-def test_numbers_are_right_on_every_rank() -> None:
-    command = [sys.executable, str(Path(__file__).parent / "one_by_one.py")]
+@pytest.mark.parametrize("program", ["one_by_one.py", "rows_one_by_one.py"])
+def test_numbers_are_right_on_every_rank(program: str) -> None:
+    command = [sys.executable, str(Path(__file__).parent / program)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert answer.stdout == "done\n", answer.stdout + answer.stderr
@@ -71,6 +83,22 @@ def test_plain_data_moves_in_whole_vectors(kernel: Any, dtype: str, world: int) 
     assert {one.split(".")[-1] for one in narrow} <= {"b32", "b64"}
     assert sum(".v4." in one for one in loads) >= world + 1
     assert len(narrow) < 24 + 2 * world
+    assert ".local" not in text
+
+
+@pytest.mark.parametrize("world", [2, 8])
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(
+    "kernel", [rows_kernels.dispatch_rows, rows_kernels.combine_rows], ids=lambda one: one.__name__
+)
+def test_rows_move_in_whole_vectors(kernel: Any, rows: int, world: int) -> None:
+    text = ptx(kernel, world, "bf16", hidden=2048, top_k=8, choices=8, rows=rows, block=2048, moves=True)
+    loads, stores = re.findall(r"ld\.global\.\S+", text), re.findall(r"st\.global\.\S+", text)
+    wide_loads, wide_stores = (sum(".v4." in one for one in kind) for kind in (loads, stores))
+    # A vector a thread and row: read once and written to each rank, or read from each and written to each.
+    sends = kernel is rows_kernels.dispatch_rows
+    assert wide_loads >= rows * (1 if sends else 2 * world)
+    assert wide_stores >= rows * (world if sends else world + 1)
     assert ".local" not in text
 
 

@@ -167,7 +167,9 @@ def test_experts(launches, dtype):
     built = experts.TritonExperts(context)
     for rows in (1, 700):
         ids = torch.empty(rows, 8, dtype=torch.int32, device=META)
-        built(torch.empty(rows, 2048, dtype=dtype, device=META), ids, torch.empty(rows, 8, device=META))
+        x = torch.empty(rows, 2048, dtype=dtype, device=META)
+        built(x, ids, torch.empty(rows, 8, device=META))
+    built._gather(x, torch.empty(ids.numel(), dtype=torch.int64, device=META), 8)
     compiled = launches.compile()
     assert [launch.kernel.__name__ for launch, _ in compiled].count("multiply_pairs") == 4
     for launch, kernel in compiled:

@@ -33,6 +33,9 @@ class StepPart(Protocol):
         of this rank.
         """
 
+    def begin_recording(self, num_tokens: int) -> None:
+        """Before a decode step of ``num_tokens`` is recorded: what it does then depends on their number alone."""
+
     def take_turns(self, num_tokens: int) -> TakeTurns | None:
         """What runs the two halves of this step's tokens through the layers in turns; None: they stay together."""
 

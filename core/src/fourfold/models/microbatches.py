@@ -8,10 +8,12 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-
-import torch
+from typing import TYPE_CHECKING
 
 from fourfold.contracts.attention_backend import AttentionMetadata
+
+if TYPE_CHECKING:
+    import torch
 
 
 def cut_tokens(num_tokens: int) -> tuple[int, int]:
@@ -27,23 +29,45 @@ def cut_metadata(metadata: AttentionMetadata, at: int) -> tuple[AttentionMetadat
     last = sequence + inside
     before = [*starts[:last], at]
     before_lengths = list(lengths[:last])
+    # Computed where the tensors are: the device may be steps behind, and its graphs read what they hold at each replay.
+    query_start, device_lengths = metadata.query_start, metadata.sequence_lengths[:last]
     if inside:
-        before_lengths[-1] -= starts[sequence + 1] - at
+        missing = starts[sequence + 1] - at
+        before_lengths[-1] -= missing
+        device_lengths = device_lengths.clone()
+        device_lengths[-1:] -= missing
     after = [0, *(start - at for start in starts[sequence + 1 :])]
     return (
-        _part(metadata, before, before_lengths, slice(0, last), slice(0, at)),
-        _part(metadata, after, list(lengths[sequence:]), slice(sequence, None), slice(at, None)),
+        _part(
+            metadata,
+            (before, query_start[: last + 1].clamp(max=at)),
+            (before_lengths, device_lengths),
+            slice(0, last),
+            slice(0, at),
+        ),
+        _part(
+            metadata,
+            (after, (query_start[sequence:] - at).clamp(min=0)),
+            (list(lengths[sequence:]), metadata.sequence_lengths[sequence:]),
+            slice(sequence, None),
+            slice(at, None),
+        ),
     )
 
 
 def _part(
-    metadata: AttentionMetadata, starts: Sequence[int], lengths: Sequence[int], sequences: slice, tokens: slice
+    metadata: AttentionMetadata,
+    query_start: tuple[Sequence[int], torch.Tensor],
+    sequence_lengths: tuple[Sequence[int], torch.Tensor],
+    sequences: slice,
+    tokens: slice,
 ) -> AttentionMetadata:
-    device = metadata.query_start.device
+    """The numbers on the host, and the same on the device."""
+    starts, lengths = query_start[0], sequence_lengths[0]
     return replace(
         metadata,
-        query_start=torch.tensor(starts, dtype=torch.int32, device=device),
-        sequence_lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
+        query_start=query_start[1],
+        sequence_lengths=sequence_lengths[1],
         block_table=metadata.block_table[sequences],
         slot_mapping=metadata.slot_mapping[tokens],
         max_query_length=max(end - start for start, end in pairwise(starts)),

@@ -338,6 +338,8 @@ class ModelRunner:
         """What is recorded: this rank's part of the logits, and with it the ids where plain sampling can follow; before
         the last stage what is handed on.
         """
+        for part in self._step_parts:
+            part.begin_recording(len(inputs.positions))
         if self._pipeline is not None and not self._pipeline.is_last:
             return self._run_stage(self._pipeline, inputs)
         logits = self._model.local_logits(self._hidden(inputs))

@@ -5,7 +5,6 @@ Knows addresses, not how they were come by: a test may give it several ranks of 
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,6 +12,7 @@ import torch
 import triton
 
 from fourfold_comm_nccl import all_reduce_kernels, norm_kernels
+from fourfold_comm_nccl.failures import Failures
 from fourfold_comm_nccl.region import MAX_PROGRAMS, Region
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ BLOCK_BYTES: Final = 8 << 10
 """What a program moves at a time: two vectors a thread, so that enough is in the air on 128 programs."""
 NORM_WARPS: Final = 16
 DTYPES: Final = frozenset({torch.bfloat16, torch.float16, torch.float32})
-_NANOSECONDS: Final = 1_000_000_000
+NANOSECONDS: Final = 1_000_000_000
 
 
 class CustomAllReduce:
@@ -39,10 +39,8 @@ class CustomAllReduce:
         """
         self.region = region
         self.rank, self.world_size = rank, len(addresses)
-        # Pinned: the device writes it, the host reads it without a call.
-        self._errors = torch.zeros(1 + self.world_size, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._failed = ctypes.c_int32.from_address(self._errors.data_ptr())
-        table = [*addresses, self._errors.data_ptr(), int(timeout * _NANOSECONDS)]
+        self.failures = Failures(self.world_size, device)
+        table = [*addresses, self.failures.address, int(timeout * NANOSECONDS)]
         self._table = torch.tensor(table, dtype=torch.int64, device=device)
         self._sequence = torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device)
         self._shared = {"world": self.world_size, "max_programs": MAX_PROGRAMS}
@@ -52,12 +50,12 @@ class CustomAllReduce:
     @property
     def failed(self) -> bool:
         """Whether a launch has waited in vain; what it gave is not to be used, and later ones do not wait at all."""
-        return self._failed.value != 0
+        return self.failures.failed
 
     @property
     def missing(self) -> list[int]:
         """The ranks that a launch waited for in vain."""
-        return [rank for rank in range(self.world_size) if int(self._errors[1 + rank])]
+        return self.failures.missing
 
     def takes(self, dtype: torch.dtype, nbytes: int) -> bool:
         """Whether a tensor of this size may be summed. The same on all ranks."""
@@ -112,7 +110,7 @@ class CustomAllReduce:
 
     def wait_at_most(self, seconds: float) -> None:
         """What launches from now on wait for their peers, recorded ones too."""
-        self._table[-1] = int(seconds * _NANOSECONDS)
+        self._table[-1] = int(seconds * NANOSECONDS)
 
     def count_from(self, number: int) -> None:
         """Number operations from ``number`` (32 bits, signed) on; the same on all ranks, while nothing runs."""

@@ -151,7 +151,13 @@ class NcclCommunicator(ProcessGroupCommunicator):
         if channel >= self.channels:
             raise Unsupported(f"there is no channel {channel}; nccl has {self.channels}")
         self._peer_memories += 1
-        return NcclPeerMemory(MappedMemory(self._context, nbytes, f"peer memory {self._peer_memories}"), self._meet)
+        return NcclPeerMemory(
+            MappedMemory(self._context, nbytes, f"peer memory {self._peer_memories}"),
+            meet=self._meet,
+            check=self._open,
+            failures=self.fast_path.custom.failures,
+            timeout=self._context.timeout,
+        )
 
     def close(self) -> None:
         """See Communicator; graphs that hold its sums must be gone: NCCL waits for them, and this does for a while."""

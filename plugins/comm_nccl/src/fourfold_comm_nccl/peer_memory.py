@@ -21,6 +21,7 @@ from fourfold.errors import EngineError, Unsupported
 
 if TYPE_CHECKING:
     from fourfold.entries import CommunicatorContext
+    from fourfold_comm_nccl.failures import Failures
 
 
 class MappedMemory:
@@ -88,10 +89,24 @@ class MappedMemory:
 class NcclPeerMemory:
     """See ``fourfold.contracts.communicator.PeerMemory``."""
 
-    def __init__(self, memory: MappedMemory, meet: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        memory: MappedMemory,
+        *,
+        meet: Callable[[], None],
+        check: Callable[[], object],
+        failures: Failures,
+        timeout: float,
+    ) -> None:
         """``meet`` returns, or lets the current stream go on, when all ranks have called it."""
         self._memory = memory
         self._meet = meet
+        self.check = check
+        """Raises what the communicator does once a kernel has waited in vain."""
+        self.failures = failures
+        """For kernels that wait by themselves: of the communicator, which says whom they missed."""
+        self.timeout = timeout
+        """Seconds that such kernels may wait."""
 
     def buffer(self, rank: int) -> torch.Tensor:
         """See PeerMemory."""

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from fourfold.errors import Unsupported
 from fourfold.layers.loop_experts import matrix_of
-from fourfold_kernels_triton.kernels.experts import multiply_pairs, order_pairs, sum_pairs
+from fourfold_kernels_triton.kernels.experts import gather_rows, multiply_pairs, order_pairs, sum_pairs
 from fourfold_kernels_triton.launch import launch, starts_early
 
 if TYPE_CHECKING:
@@ -20,6 +20,9 @@ _ALIGNED: Final = 8
 """Elements: rows are read 16 bytes at a time."""
 _PAIRS: Final = 4096
 """Pairs that a program brings in order at a time."""
+_MOST_BYTE_KEYS: Final = 256
+_GATHERED: Final = 4
+"""Rows that a program brings together at a time."""
 _COLUMNS: Final = 1024
 """Columns of a sum that a program makes."""
 
@@ -52,6 +55,7 @@ class TritonExperts:
         self._gate_up = context.empty(count, 2 * inner, hidden)
         self._down = context.empty(count, hidden, inner)
         self._slots = torch.arange(count, dtype=torch.int32, device=context.device)
+        self._keys = self._slots.to(torch.uint8 if count < _MOST_BYTE_KEYS else torch.int32)
         self._gated = context.operators.gated
         self._activation = context.activation
         self._groups = context.dtype is torch.bfloat16 and context.device.type == "cuda"
@@ -136,15 +140,37 @@ class TritonExperts:
         return self._sum(results, None, ids, weights)
 
     def _multiply_many(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        # Absent ones sort last, behind the rows of all groups, where the products do not look.
-        by_expert, order = ids.masked_fill(ids < 0, len(self._slots)).flatten().sort(stable=True)
-        ends = torch.searchsorted(by_expert, self._slots, right=True, out_int32=True)
-        rows = x[order // ids.shape[1]]
+        # Absent ones sort last, behind the rows of all groups, where the products do not look. Sorting goes through the
+        # digits of its keys.
+        keys = ids.masked_fill(ids < 0, len(self._slots)).flatten()
+        by_expert, order = keys.to(self._keys.dtype).sort(stable=True)
+        ends = torch.searchsorted(by_expert, self._keys, right=True, out_int32=True)
+        rows = self._gather(x, order, ids.shape[1])
         between = self._gated(functional.grouped_mm(rows, self._gate_up.mT, offs=ends), self._activation)
         results = functional.grouped_mm(between, self._down.mT, offs=ends)
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order), device=order.device)
         return self._sum(results, places, ids, weights)
+
+    def _gather(self, x: torch.Tensor, pairs: torch.Tensor, each: int) -> torch.Tensor:
+        """The row of each pair."""
+        width = x.shape[1]
+        out = torch.empty(len(pairs), width, dtype=x.dtype, device=x.device)
+        launch(
+            gather_rows,
+            (-(-len(pairs) // _GATHERED), -(-width // _COLUMNS)),
+            x,
+            pairs,
+            out,
+            len(pairs),
+            x.stride(0),
+            WIDTH=width,
+            EACH=each,
+            ROWS=_GATHERED,
+            BLOCK=min(_COLUMNS, 1 << (width - 1).bit_length()),
+            EARLY=self._early,
+        )
+        return out
 
     def _sum(
         self, results: torch.Tensor, places: torch.Tensor | None, ids: torch.Tensor, weights: torch.Tensor

@@ -56,7 +56,7 @@ class ExpertParallelLayer:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H]."""
-        wire = self._spread.wire
+        wire = self._spread.present_wire
         return self._sum(x) if wire is None else self._travel(x, wire)
 
     def _sum(self, x: torch.Tensor) -> torch.Tensor:

@@ -66,6 +66,10 @@ class Overlap:
         self.cut = self._pays and num_tokens >= self._least_to_cut[is_decode]
         return vote
 
+    def begin_recording(self, num_tokens: int) -> None:
+        """See StepPart; all of them are decodes."""
+        self.cut = self._pays and num_tokens >= self._least_to_cut[True]
+
     def take_turns(self, num_tokens: int) -> TakeTurns | None:
         """See StepPart; a step that is recorded on the host stays whole."""
         return self._run_in_turns if self.cut and current_recorder() is None else None

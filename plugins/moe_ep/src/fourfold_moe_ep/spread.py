@@ -20,6 +20,7 @@ from fourfold_moe_ep.held_experts import HeldExperts
 from fourfold_moe_ep.overlap import overlap_of
 from fourfold_moe_ep.rebalancing import Rebalancing
 from fourfold_moe_ep.settings import settings_of
+from fourfold_moe_ep.streamed_wire import StreamedWire
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -68,8 +69,11 @@ class ExpertSpread:
         if group.host is not None and self.world_size > self._tensor_ranks:
             self._ballot = Ballot(group.host, self._tensor_ranks)
         self.overlap = overlap_of(context)
+        self._streamed: AllToAll | None = None
         if self.wire is not None:
             self.overlap.expect()
+            if context.config.parallel.enable_dbo and context.device.type == "cuda":
+                self._streamed = StreamedWire(self.wire, context.device)
         else:
             self.overlap.expect_sums(context.communicator)
         self._tokens: list[int] | None = None
@@ -123,9 +127,17 @@ class ExpertSpread:
                 layer(self._no_tokens)
         return outcome.vote
 
+    def begin_recording(self, num_tokens: int) -> None:
+        """See StepPart."""
+
     def take_turns(self, num_tokens: int) -> TakeTurns | None:
         """See StepPart; turns are the overlap's."""
         return None
+
+    @property
+    def present_wire(self) -> AllToAll | None:
+        """What carries the tokens of the present batch, a microbatch's beside what the other one computes."""
+        return self.wire if self.overlap.half is None or self._streamed is None else self._streamed
 
     def end_step(self) -> None:
         """See StepPart."""

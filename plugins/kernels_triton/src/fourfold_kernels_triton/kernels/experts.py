@@ -125,6 +125,30 @@ def multiply_pairs(
 
 
 @triton.jit
+def gather_rows(
+    x_ptr,
+    pairs_ptr,
+    out_ptr,
+    num_pairs,
+    x_stride,
+    WIDTH: tl.constexpr,
+    EACH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """out[i] = x[pairs[i] // EACH]; ``pairs`` int64. Grid: blocks of ROWS pairs, blocks of BLOCK columns."""
+    places = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_predecessor(EARLY)
+    present = places < num_pairs
+    rows = tl.load(pairs_ptr + places, mask=present, other=0) // EACH
+    mask = present[:, None] & (columns < WIDTH)[None, :]
+    values = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=mask)
+    tl.store(out_ptr + places.to(tl.int64)[:, None] * WIDTH + columns[None, :], values, mask=mask)
+
+
+@triton.jit
 def sum_pairs(
     pairs_ptr,
     places_ptr,
