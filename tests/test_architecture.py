@@ -127,8 +127,8 @@ def test_core_names_no_plugin() -> None:
     assert len(names) > len(plugins)
     for path in CORE.rglob("*.py"):
         texts = {node.value for node in ast.walk(tree(path)) if isinstance(node, ast.Constant)}
-        # devices, libraries, kinds of rotary embedding and groups of ranks, before they are anyone's backend
-        assert not texts & (names - {"torch", "cpu", "auto", "linear", "ep"}), f"{relative(path)} names {texts & names}"
+        # devices, libraries, rotary embeddings, groups of ranks and ends of cables, before they are anyone's backend
+        assert not texts & (names - {"torch", "cpu", "auto", "linear", "ep", "peer"}), f"{relative(path)} names {texts & names}"
 
 
 def test_hooks_are_called_in_one_file_only() -> None:
