@@ -128,7 +128,8 @@ def test_core_names_no_plugin() -> None:
     for path in CORE.rglob("*.py"):
         texts = {node.value for node in ast.walk(tree(path)) if isinstance(node, ast.Constant)}
         # devices, libraries, rotary embeddings, groups of ranks and ends of cables, before they are anyone's backend
-        assert not texts & (names - {"torch", "cpu", "auto", "linear", "ep", "peer"}), f"{relative(path)} names {texts & names}"
+        found = texts & (names - {"torch", "cpu", "auto", "linear", "ep", "peer"})
+        assert not found, f"{relative(path)} names {found}"
 
 
 def test_hooks_are_called_in_one_file_only() -> None:
