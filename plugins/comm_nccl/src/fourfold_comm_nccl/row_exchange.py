@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from fourfold_comm_nccl.failures import Failures
     from fourfold_comm_nccl.rows_region import RowsRegion
 
-WARPS: Final = 8
-MOST_ROWS: Final = 8
+WARPS: Final = 16
+MOST_ROWS: Final = 4
 """That a program moves at a time: with more of them the registers do not hold what is in the air."""
 BLOCK_BYTES: Final = 4 << 10
 """Of a row, that a program moves at a time."""
