@@ -9,8 +9,6 @@ def fault_of_name(name: str) -> str | None:
     """What is wrong with a name, as the end of a sentence about it; None: nothing."""
     if len(name) > MAX_LENGTH:
         return f"has {len(name)} characters; {MAX_LENGTH} at most"
-    if "/" in name or "\\" in name:
-        return "has a slash, as paths have; choose a name without"
     if not name.isprintable():
         return "has characters that cannot be printed; choose a name without"
     return None
