@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,35 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from .running_server import Server
+from fourfold.testing.small_shapes import MIXTURE, VOCABULARY, write_shape
 
-pytestmark = [
-    pytest.mark.multi_gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices"),
-]
-VOCABULARY = 2048
-CONFIG = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 4096,
-    "rope_theta": 1e6,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "num_experts": 16,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 128,
-    "norm_topk_prob": True,
-    "eos_token_id": 2,
-}
+from .running_server import START_TIMEOUT, TIMEOUT, Server, wait_until
+
+OVERLAPPED = "fourfold_overlapped_steps"
 OPTIONS = ["--load-format", "dummy", "--dtype", "float32", "--max-model-len", "512", "--num-blocks", "400"]
 OPTIONS += ["--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--served-model-name", "mixture"]
 TOGETHER = ["--data-parallel-size", "2", "--enable-expert-parallel", "--all-to-all", "peer"]
@@ -47,27 +22,30 @@ LAYOUTS = {
     "microbatches": [*TOGETHER, "--enable-dbo", "--dbo-decode-tokens", "2", "--dbo-prefill-tokens", "16"],
 }
 
+pytestmark = [
+    pytest.mark.multi_gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices"),
+    # Each server may have all kernels to compile.
+    pytest.mark.timeout((1 + len(LAYOUTS)) * (START_TIMEOUT + 3 * TIMEOUT)),
+]
+
 
 @pytest.fixture
 def mixture(tmp_path: Path) -> Path:
-    """The shape of a mixture, and a tokenizer that has a word for each token."""
+    """The shape of a mixture, for dummy weights."""
     folder = tmp_path / "mixture"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    words = {f"t{index}": index for index in range(VOCABULARY)}
-    model = {"type": "WordLevel", "vocab": words, "unk_token": "t0"}
-    tokenizer = {"version": "1.0", "added_tokens": [], "model": model, "pre_tokenizer": {"type": "Whitespace"}}
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    write_shape(folder, MIXTURE)
     return folder
 
 
 def answers(server: Server) -> list[str]:
-    """To requests that all come at once."""
+    """To requests that all come at once, of more steps than lie between two looks at what the layers count."""
     draw = random.Random(3)
     prompts = [[draw.randrange(3, VOCABULARY) for _ in range(draw.randrange(1, 200))] for _ in range(12)]
 
     def complete(prompt: list[int]) -> str:
-        body = {"model": "mixture", "prompt": prompt, "temperature": 0, "max_tokens": 16, "ignore_eos": True}
+        body = {"model": "mixture", "prompt": prompt, "temperature": 0, "max_tokens": 40, "ignore_eos": True}
         with server.client() as client:
             reply = client.post("/v1/completions", json=body)
         assert reply.status_code == 200, reply.text
@@ -77,6 +55,15 @@ def answers(server: Server) -> list[str]:
         return list(pool.map(complete, prompts))
 
 
+def wait_for_halves(server: Server) -> None:
+    """Steps of two microbatches in every replica."""
+
+    def everywhere() -> bool:
+        return all(server.metric_of(OVERLAPPED, engine=engine) for engine in "01")
+
+    wait_until(everywhere, TIMEOUT, "steps in two halves in both replicas")
+
+
 def test_replicas_say_what_one_device_says(mixture: Path, tmp_path: Path) -> None:
     found = {}
     for name, layout in {"alone": [], **LAYOUTS}.items():
@@ -84,8 +71,11 @@ def test_replicas_say_what_one_device_says(mixture: Path, tmp_path: Path) -> Non
         try:
             server.wait_until_ready()
             found[name] = answers(server)
+            if "--enable-dbo" in layout:
+                wait_for_halves(server)
         finally:
             server.kill()
+            print(f"{name}:\n{server.log}")  # shown where the test fails, at its time limit too
     assert len(set(found["alone"])) > 1
     for name in LAYOUTS:
         assert found[name] == found["alone"], name

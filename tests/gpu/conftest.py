@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -12,27 +10,7 @@ from typing import Any
 
 import pytest
 
-VOCABULARY = 2048
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 4096,
-    "rope_theta": 1e6,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "torch_dtype": "float32",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+from fourfold.testing.small_shapes import DENSE, MIXTURE, VOCABULARY, write_shape
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -75,16 +53,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
             f"{prefix}post_attention_layernorm.weight": torch.rand(hidden, generator=generator) + 0.5,
         }
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
-    vocabulary = {f"t{index}": index for index in range(VOCABULARY)}
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [],
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "t0"},
-        "pre_tokenizer": {"type": "Whitespace"},
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    write_shape(folder, DENSE)
     return folder
 
 
@@ -115,13 +84,9 @@ def opened(checkpoint: Path) -> Callable[..., AbstractContextManager[Any]]:
 
 
 @pytest.fixture
-def mixture(checkpoint: Path, tmp_path: Path) -> Path:
+def mixture(tmp_path: Path) -> Path:
     """The shape of a mixture, for dummy weights."""
     folder = tmp_path / "mixture"
     folder.mkdir()
-    for name in ("tokenizer.json", "generation_config.json"):
-        shutil.copy(checkpoint / name, folder)
-    experts = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "norm_topk_prob": True}
-    config = {**CONFIG, **experts, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
-    (folder / "config.json").write_text(json.dumps(config))
+    write_shape(folder, MIXTURE)
     return folder

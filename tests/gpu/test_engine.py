@@ -16,8 +16,7 @@ import pytest
 
 from fourfold import SamplingParams
 from fourfold.errors import ConfigError
-
-from .conftest import VOCABULARY
+from fourfold.testing.small_shapes import VOCABULARY
 
 pytestmark = pytest.mark.gpu
 Opened = Callable[..., AbstractContextManager[Any]]

@@ -358,3 +358,20 @@ def test_an_executor_without_a_meeting_place_is_told_so() -> None:
     context = WorkerContext(config=config, layout=config.parallel.layout, rank=0)
     with pytest.raises(ConfigError, match="this executor gives them no place to meet"):
         connect(context, registry_of(["plain"]), device=CPU)
+
+
+def devices_of_threads(rank: Rank) -> list[str]:
+    """What is made current, and on which thread, while a group is connected."""
+    seen: set[str] = set()
+    module: Any = torch.cpu
+    before = module.set_device
+    module.set_device = lambda device: seen.add(f"{threading.current_thread().name} {device}")
+    try:
+        connected(rank, ["plain"]).close()
+    finally:
+        module.set_device = before
+    return sorted(seen)
+
+
+def test_communicators_are_built_and_tested_with_their_device_current(rank_pool: Pool) -> None:
+    assert rank_pool(2).run(devices_of_threads) == [["communicator-test cpu"]] * 2

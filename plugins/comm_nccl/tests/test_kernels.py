@@ -19,16 +19,13 @@ from fourfold_comm_nccl import all_reduce_kernels, norm_kernels, rows_kernels
 from fourfold_comm_nccl.region import MAX_PROGRAMS, Region
 from fourfold_comm_nccl.rows_region import RowsRegion
 
+TOP_K = 8
+
 
 def ptx(kernel: Any, world: int, dtype: str, **constants: int) -> str:
-    region, rows = Region(world_size=world), RowsRegion(world_size=world, max_tokens=1024, top_k=8, row_bytes=4096)
+    region = Region(world_size=world)
     known = {
-        "senders_at": rows.senders_at,
-        "ids_at": rows.ids_at,
-        "weights_at": rows.weights_at,
-        "rows_at": rows.rows_at,
-        "returned_at": rows.returned_at,
-        "max_tokens": 1024,
+        "region": RowsRegion(world_size=world, max_tokens=1024, top_k=TOP_K, row_bytes=4096),
         "world": world,
         "max_programs": MAX_PROGRAMS,
         "slots_at": region.slots_at,
@@ -92,7 +89,7 @@ def test_plain_data_moves_in_whole_vectors(kernel: Any, dtype: str, world: int) 
     "kernel", [rows_kernels.dispatch_rows, rows_kernels.combine_rows], ids=lambda one: one.__name__
 )
 def test_rows_move_in_whole_vectors(kernel: Any, rows: int, world: int) -> None:
-    text = ptx(kernel, world, "bf16", hidden=2048, top_k=8, choices=8, rows=rows, block=2048, moves=True)
+    text = ptx(kernel, world, "bf16", hidden=2048, choices=TOP_K, rows=rows, block=2048, moves=True)
     loads, stores = re.findall(r"ld\.global\.\S+", text), re.findall(r"st\.global\.\S+", text)
     wide_loads, wide_stores = (sum(".v4." in one for one in kind) for kind in (loads, stores))
     # A vector a thread and row: read once and written to each rank, or read from each and written to each.

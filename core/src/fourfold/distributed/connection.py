@@ -224,7 +224,13 @@ class _Connector:
 
     def _within(self, group: _Group, phase: str, seconds: float, late: str, work: Callable[[], str]) -> Verdict:
         objection = f"objection to {phase}"
-        verdict = within(seconds, work, late=late, stop=lambda: bool(group.store.check([objection])))
+
+        def on_device() -> str:
+            # A thread begins on the first device, where kernels must not be launched for another one.
+            torch.get_device_module(group.device).set_device(group.device)
+            return work()
+
+        verdict = within(seconds, on_device, late=late, stop=lambda: bool(group.store.check([objection])))
         if verdict.problem:
             group.store.set(objection, "")
         return verdict

@@ -1,6 +1,7 @@
 """The communicator ``shm-gloo``: for groups on several hosts that have several ranks on one.
 
-A sum is taken in the memory of each host first, then between one rank of each host over TCP. All else goes over TCP.
+A sum is taken in the memory of each host first, then between one rank of each host over TCP. All else goes over
+TCP, sums that are started and waited for later too: nobody works on one in shared memory meanwhile.
 """
 
 from __future__ import annotations

@@ -208,7 +208,9 @@ class NcclCommunicator(ProcessGroupCommunicator):
         if self.fast_path is not None and self.fast_path.custom.failed and self._broken is None:
             missing = [self._context.ranks[rank] for rank in self.fast_path.custom.missing]
             self._abandon()
-            self._broken = RpcTimeout(f"all_reduce in group {self._context.group}", self._context.timeout, missing)
+            self._broken = RpcTimeout(
+                f"meeting on devices in group {self._context.group}", self._context.timeout, missing
+            )
         if self._broken is not None:
             raise self._broken
         return super()._open()

@@ -45,7 +45,6 @@ class RowExchange:
         launch stops waiting for its peers.
         """
         device = owners.device
-        self._region = region
         self._rank = rank
         self._owners = owners
         table = [*addresses, failures.address, int(timeout * NANOSECONDS)]
@@ -53,12 +52,9 @@ class RowExchange:
         self._sequence = torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device)
         self._receivers = torch.zeros(region.max_tokens, dtype=torch.int32, device=device)
         self._shared = {
-            "world": len(addresses),
-            "top_k": region.top_k,
+            "region": region,
             "choices": triton.next_power_of_2(region.top_k),
             "max_programs": MAX_PROGRAMS,
-            "senders_at": region.senders_at,
-            "ids_at": region.ids_at,
         }
 
     def dispatch(
@@ -76,8 +72,7 @@ class RowExchange:
         ``moves`` what was queued before has copied ``x``.
         """
         tensors = (self._table, self._sequence, x, ids, weights, self._owners, self._receivers)
-        place = {"weights_at": self._region.weights_at, "rows_at": self._region.rows_at}
-        self._launch(rows_kernels.dispatch_rows, tensors, sizes, x, moves=moves, **place)
+        self._launch(rows_kernels.dispatch_rows, tensors, sizes, x, moves=moves)
 
     def combine(self, partial: torch.Tensor, out: torch.Tensor, sizes: Sequence[int], *, moves: bool = True) -> None:
         """``out`` [T, H] = what all ranks have made of this rank's rows; ``partial`` [R, H] is this one's part.
@@ -85,15 +80,14 @@ class RowExchange:
         The same ``sizes`` and ``moves``. The sum is taken in fp32, in the order of ranks.
         """
         tensors = (self._table, self._sequence, partial, self._receivers, out)
-        place = {"returned_at": self._region.returned_at, "max_tokens": self._region.max_tokens}
-        self._launch(rows_kernels.combine_rows, tensors, sizes, out, moves=moves, **place)
+        self._launch(rows_kernels.combine_rows, tensors, sizes, out, moves=moves)
 
     def count_from(self, number: int) -> None:
         """Number operations from ``number`` (32 bits, signed) on; the same on all ranks, while nothing runs."""
         self._sequence.fill_(number)
 
     def _launch(
-        self, kernel: Any, tensors: Sequence[torch.Tensor], sizes: Sequence[int], like: torch.Tensor, **place: int
+        self, kernel: Any, tensors: Sequence[torch.Tensor], sizes: Sequence[int], like: torch.Tensor, *, moves: bool
     ) -> None:
         most, hidden = max(sizes), like.shape[1]
         # The ranks' programs meet each other, so that their number follows from what all ranks know.
@@ -104,7 +98,7 @@ class RowExchange:
             *tensors,
             *numbers,
             **self._shared,
-            **place,
+            moves=moves,
             hidden=hidden,
             rows=rows,
             block=min(triton.next_power_of_2(hidden), BLOCK_BYTES // like.itemsize),
