@@ -27,7 +27,9 @@ def test_sleep_and_wake_up(start_server: Any) -> None:
     assert server.http.get("/livez").status_code == 200
 
     assert server.http.post("/admin/wake_up?tags=weights").status_code == 200
-    assert server.engine.operations[-2:] == [("wake_up", {"tags": ["weights"]}), ("resume", {})]
+    # A pause first: replicas that share experts take it only after one, and they may be awake.
+    waking = [("pause", {"mode": "keep"}), ("wake_up", {"tags": ["weights"]}), ("resume", {})]
+    assert server.engine.operations[-3:] == waking
     assert read_state(server.run_directory).asleep == ("kv_cache",)
     assert server.http.post("/admin/wake_up").json()["is_sleeping"] is False
     assert read_state(server.run_directory).asleep == ()

@@ -17,6 +17,7 @@ from fourfold.contracts.step_part import StepVote
 from fourfold.coordinator.coordinator_loop import CoordinatorLoop
 from fourfold.coordinator.waves import WaveState
 from fourfold.engine.engine_loop import EngineLoop
+from fourfold.engine.operations import wake_calls
 from fourfold.messages import AddRequest, CallUtility, EngineStats, FinishReason, ForgetClient, RequestOutput
 from fourfold.sampling_params import SamplingParams
 
@@ -81,6 +82,10 @@ class Core:
     def sleep(self, level: int) -> None:
         assert self.paused
         self.operations.append(f"sleep {level}")
+
+    def wake_up(self, tags: list[str]) -> None:
+        assert self.paused
+        self.operations.append("wake_up")
 
     def add(self, request: AddRequest) -> RequestOutput | None:
         self.left[request.request_id] = len(request.prompt_token_ids)
@@ -250,6 +255,15 @@ def test_engines_sleep_once_all_have_come_to_a_stop(deployment: Deployment) -> N
         assert deployment.cores[2].left["long"] == left
         deployment.call(engine, "resume")
     deployment.wait_for("long", "late")
+
+
+def test_engines_that_are_awake_can_be_woken(deployment: Deployment) -> None:
+    deployment.run(1, "long", 200)
+    for method, arguments in wake_calls(()):
+        for engine in range(NUM_ENGINES):
+            deployment.call(engine, method, **arguments)
+        assert [answer["error"] for answer in deployment.answers(3)] == [None] * 3
+    deployment.wait_for("long")
 
 
 def test_a_pause_waits_for_all_requests_and_is_reached_by_those_without_any(deployment: Deployment) -> None:
