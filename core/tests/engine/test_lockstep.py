@@ -276,6 +276,18 @@ def test_a_pause_waits_for_all_requests_and_is_reached_by_those_without_any(depl
     deployment.resume()
 
 
+def test_what_one_pause_keeps_another_waits_for(deployment: Deployment) -> None:
+    deployment.run(1, "kept", 300)
+    deployment.wait_until(lambda: deployment.cores[1].steps > 3, "steps")
+    for mode, left in (("keep", 1), ("wait", 0), ("wait", 0)):
+        for engine in range(NUM_ENGINES):
+            deployment.call(engine, "pause", mode=mode)
+        assert [answer["error"] for answer in deployment.answers(3)] == [None] * 3
+        assert len(deployment.cores[1].left) == left
+    assert len({core.steps for core in deployment.cores}) == 1
+    deployment.resume()
+
+
 def test_a_pause_is_given_up_with_the_server_that_wanted_it(deployment: Deployment) -> None:
     for engine in range(2):
         deployment.call(engine, "pause", mode="keep")

@@ -243,7 +243,8 @@ class EngineLoop:
             return
         self._pauses.append(call)
         if self._wave is not None:
-            self._wave.pause()
+            # What an earlier pause has kept is to be finished now, on any of the engines; asleep none can step.
+            self._wave.pause(again=call.arguments.get("mode") == "wait" and not self._core.stats.asleep)
 
     def _confirm_pause(self) -> None:
         if self._pauses:
