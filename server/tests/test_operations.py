@@ -90,9 +90,7 @@ def test_what_layers_report_is_in_the_topology(start_server: Any, first_rank: in
     heat = {"layers": [0, 1], "load": [[3, 1], [2, 2]]}
     server.engine.show_layers({"expert_balancedness": 0.75}, [{"experts": heat}, {}])
     assert server.complete().status_code == 200
-    assert server.http.get("/topology").json()["layers"] == [
-        {"engine": first_rank, "stage": 0, "experts": heat}
-    ]
+    assert server.http.get("/topology").json()["layers"] == [{"engine": first_rank, "stage": 0, "experts": heat}]
     server.engine.refusals["layer_report"] = "no"
     assert server.http.get("/topology").json()["layers"] == []
 
