@@ -20,6 +20,7 @@ from fourfold.engine.engine_loop import EngineLoop
 from fourfold.engine.operations import wake_calls
 from fourfold.messages import AddRequest, CallUtility, EngineStats, FinishReason, ForgetClient, RequestOutput
 from fourfold.sampling_params import SamplingParams
+from fourfold.supervision.deployment_state import DeploymentState, write_state
 
 NUM_ENGINES = 3
 DEADLINE = 20.0
@@ -297,6 +298,26 @@ def test_a_pause_is_given_up_with_the_server_that_wanted_it(deployment: Deployme
     deployment.wait_until(lambda: all(core.mode is None for core in deployment.cores), "both to give up")
     deployment.run(0, "after", 3)
     deployment.wait_until(lambda: deployment.cores[0].steps > 3 and not deployment.cores[0].left, "the request")
+
+
+@pytest.mark.parametrize("noted", [False, True])
+def test_a_stop_that_nobody_has_noted_ends_with_its_server(deployment: Deployment, noted: bool) -> None:
+    for engine in range(NUM_ENGINES):
+        deployment.call(engine, "pause", mode="wait")
+    deployment.answers(3)
+    if noted:
+        write_state(deployment.folder, DeploymentState(paused=True))
+    before = [loop._clients[0] for loop in deployment.loops]
+    for loop in deployment.loops:
+        loop.order(ForgetClient(client=0))
+    deployment.wait_until(
+        lambda: all(loop._clients[0] is not peer for loop, peer in zip(deployment.loops, before)), "all to hear of it"
+    )
+    assert [core.paused for core in deployment.cores] == [noted] * NUM_ENGINES
+    if noted:
+        deployment.resume()
+    deployment.run(0, "after", 3)
+    deployment.wait_for("after")
 
 
 def test_a_pause_that_not_all_reach_is_given_up_in_words(deployment: Deployment) -> None:
