@@ -118,11 +118,12 @@ def _starter(stack: ExitStack) -> StartServer:
         engine: bool = True,
         model: ServedModel | None = MODEL,
         stall_timeout: float = 60.0,
+        first_rank: int = 0,
         end: bool = False,
         **engine_options: Any,
     ) -> Server:
         run_directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fourfold-")))
-        server = _start(stack, run_directory, config or ServerConfig(), stall_timeout)
+        server = _start(stack, run_directory, config or ServerConfig(), stall_timeout, first_rank)
         server.state.model = model
         if engine:
             answering = says(script, end=end) if isinstance(script, str) else script
@@ -157,13 +158,16 @@ def server(shared_server: Server) -> Server:
     return shared_server
 
 
-def _start(stack: ExitStack, run_directory: Path, config: ServerConfig, stall_timeout: float) -> Server:
+def _start(
+    stack: ExitStack, run_directory: Path, config: ServerConfig, stall_timeout: float, first_rank: int
+) -> Server:
     listener = socket.create_server(("127.0.0.1", 0))
     ready = threading.Event()
     made: list[tuple[ServerState, asyncio.AbstractEventLoop, uvicorn.Server]] = []
 
     async def serve() -> None:
-        client = EngineClient(run_directory, 0, 1, LeastWork(LoadBalancerContext(num_engines=1)))
+        balancer = LeastWork(LoadBalancerContext(num_engines=1))
+        client = EngineClient(run_directory, 0, 1, balancer, first_rank=first_rank)
         await client.start()
         state = ServerState(
             config=config,

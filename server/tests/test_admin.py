@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from fourfold.messages import RestartEngine
 from fourfold.supervision.deployment_state import DeploymentState, changing_state, read_state
 from fourfold_server.authentication import is_loopback
 from fourfold_server.config import ServerConfig
@@ -27,7 +28,9 @@ def test_sleep_and_wake_up(start_server: Any) -> None:
     assert server.http.get("/livez").status_code == 200
 
     assert server.http.post("/admin/wake_up?tags=weights").status_code == 200
-    assert server.engine.operations[-2:] == [("wake_up", {"tags": ["weights"]}), ("resume", {})]
+    # A pause first: replicas that share experts take it only after one, and they may be awake.
+    waking = [("pause", {"mode": "keep"}), ("wake_up", {"tags": ["weights"]}), ("resume", {})]
+    assert server.engine.operations[-3:] == waking
     assert read_state(server.run_directory).asleep == ("kv_cache",)
     assert server.http.post("/admin/wake_up").json()["is_sleeping"] is False
     assert read_state(server.run_directory).asleep == ()
@@ -78,6 +81,18 @@ def test_pause_and_resume(start_server: Any) -> None:
     assert server.http.post("/admin/resume").json()["is_paused"] is False
     assert server.engine.operations[-1] == ("resume", {})
     assert read_state(server.run_directory) == DeploymentState(sleep_level=1)
+
+
+def test_a_replica_that_others_need_is_not_restarted_alone(start_server: Any) -> None:
+    server = start_server()
+    wished: list[RestartEngine] = []
+    server.state.restart_engine = wished.append
+    reply = server.http.post("/admin/replicas/0/restart")
+    assert (reply.status_code, wished) == (202, [RestartEngine(engine=0)])
+    server.state.bound = True
+    refused = server.http.post("/admin/replicas/0/restart")
+    assert (refused.status_code, "shares its experts" in refused.text) == (400, True)
+    assert len(wished) == 1
 
 
 def test_one_operation_at_a_time(start_server: Any) -> None:

@@ -143,6 +143,7 @@ def test_the_engines_sleep_and_take_other_weights_together(
         assert server.metric("fourfold_num_requests_waiting") == len(streams)
         assert post(server, "/admin/wake_up?tags=kv_cache")["is_sleeping"]
         assert not post(server, "/admin/wake_up")["is_sleeping"]
+        assert not post(server, "/admin/wake_up")["is_sleeping"]  # by somebody who has lost the first answer
     assert post(server, "/admin/pause")["is_paused"]
     assert not post(server, "/admin/resume")["is_paused"]
     for opened in streams:

@@ -17,8 +17,10 @@ from fourfold.contracts.step_part import StepVote
 from fourfold.coordinator.coordinator_loop import CoordinatorLoop
 from fourfold.coordinator.waves import WaveState
 from fourfold.engine.engine_loop import EngineLoop
+from fourfold.engine.operations import wake_calls
 from fourfold.messages import AddRequest, CallUtility, EngineStats, FinishReason, ForgetClient, RequestOutput
 from fourfold.sampling_params import SamplingParams
+from fourfold.supervision.deployment_state import DeploymentState, write_state
 
 NUM_ENGINES = 3
 DEADLINE = 20.0
@@ -81,6 +83,10 @@ class Core:
     def sleep(self, level: int) -> None:
         assert self.paused
         self.operations.append(f"sleep {level}")
+
+    def wake_up(self, tags: list[str]) -> None:
+        assert self.paused
+        self.operations.append("wake_up")
 
     def add(self, request: AddRequest) -> RequestOutput | None:
         self.left[request.request_id] = len(request.prompt_token_ids)
@@ -252,6 +258,15 @@ def test_engines_sleep_once_all_have_come_to_a_stop(deployment: Deployment) -> N
     deployment.wait_for("long", "late")
 
 
+def test_engines_that_are_awake_can_be_woken(deployment: Deployment) -> None:
+    deployment.run(1, "long", 200)
+    for method, arguments in wake_calls(()):
+        for engine in range(NUM_ENGINES):
+            deployment.call(engine, method, **arguments)
+        assert [answer["error"] for answer in deployment.answers(3)] == [None] * 3
+    deployment.wait_for("long")
+
+
 def test_a_pause_waits_for_all_requests_and_is_reached_by_those_without_any(deployment: Deployment) -> None:
     deployment.run(0, "short", 40)
     deployment.wait_until(lambda: deployment.cores[0].steps > 3, "steps")
@@ -259,6 +274,18 @@ def test_a_pause_waits_for_all_requests_and_is_reached_by_those_without_any(depl
         deployment.call(engine, "pause", mode="wait")
     assert [answer["error"] for answer in deployment.answers(3)] == [None] * 3
     assert deployment.cores[0].left == {}
+    deployment.resume()
+
+
+def test_what_one_pause_keeps_another_waits_for(deployment: Deployment) -> None:
+    deployment.run(1, "kept", 300)
+    deployment.wait_until(lambda: deployment.cores[1].steps > 3, "steps")
+    for mode, left in (("keep", 1), ("wait", 0), ("wait", 0)):
+        for engine in range(NUM_ENGINES):
+            deployment.call(engine, "pause", mode=mode)
+        assert [answer["error"] for answer in deployment.answers(3)] == [None] * 3
+        assert len(deployment.cores[1].left) == left
+    assert len({core.steps for core in deployment.cores}) == 1
     deployment.resume()
 
 
@@ -271,6 +298,26 @@ def test_a_pause_is_given_up_with_the_server_that_wanted_it(deployment: Deployme
     deployment.wait_until(lambda: all(core.mode is None for core in deployment.cores), "both to give up")
     deployment.run(0, "after", 3)
     deployment.wait_until(lambda: deployment.cores[0].steps > 3 and not deployment.cores[0].left, "the request")
+
+
+@pytest.mark.parametrize("noted", [False, True])
+def test_a_stop_that_nobody_has_noted_ends_with_its_server(deployment: Deployment, noted: bool) -> None:
+    for engine in range(NUM_ENGINES):
+        deployment.call(engine, "pause", mode="wait")
+    deployment.answers(3)
+    if noted:
+        write_state(deployment.folder, DeploymentState(paused=True))
+    before = [loop._clients[0] for loop in deployment.loops]
+    for loop in deployment.loops:
+        loop.order(ForgetClient(client=0))
+    deployment.wait_until(
+        lambda: all(loop._clients[0] is not peer for loop, peer in zip(deployment.loops, before)), "all to hear of it"
+    )
+    assert [core.paused for core in deployment.cores] == [noted] * NUM_ENGINES
+    if noted:
+        deployment.resume()
+    deployment.run(0, "after", 3)
+    deployment.wait_for("after")
 
 
 def test_a_pause_that_not_all_reach_is_given_up_in_words(deployment: Deployment) -> None:

@@ -63,6 +63,20 @@ def test_asleep_nothing_runs_and_nobody_is_taken(toy_engine: Any) -> None:
     engine.check_idle()
 
 
+def test_nothing_is_computed_with_weights_that_are_gone(toy_engine: Any) -> None:
+    engine = toy_engine()
+    name = engine.add([3] * 20)
+    engine.step()
+    operate(engine, update_calls("new")[:2])  # whoever wanted others is no more
+    with pytest.raises(RequestError, match="the weights are gone and no others have come; update_weights brings some"):
+        operate(engine, wake_calls(()))
+    engine.core.resume()
+    assert (engine.core.has_work, engine.core.stats.paused) == (False, False)
+    operate(engine, update_calls("new"))
+    engine.run()
+    engine.check_finished(name)
+
+
 def test_cached_prefixes_do_not_outlive_their_weights(toy_engine: Any) -> None:
     engine = toy_engine()
     engine.add([3] * 40)

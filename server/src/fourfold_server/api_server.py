@@ -94,6 +94,7 @@ class ApiServer:
             topology=partial(read_topology, context.run_directory, config.parallel, self.client),
             restart_engine=context.restart_engine,
             shared_metrics=shared_metrics_folder(),
+            bound=config.parallel.lockstep,
             operation_timeout=config.timeouts.startup_timeout,
             stall_timeout=config.timeouts.stall_timeout,
         )

@@ -66,7 +66,8 @@ class Operations:
         """Take the memory named by ``tags`` again, all by default."""
         check_tags(tags)
         with self._change() as (change, call_all):
-            wake_up, resume = wake_calls(tags)
+            pause, wake_up, resume = wake_calls(tags)
+            await _stop(pause, change, call_all)
             await call_all([wake_up])
             asleep = tuple(tag for tag in change.state.asleep if tags and tag not in tags)
             change.write(replace(change.state, asleep=asleep))

@@ -103,6 +103,11 @@ def _restart(state: ServerState, value: str) -> dict[str, int | str]:
     """Requests go on; what --drain-timeout leaves unfinished goes on elsewhere. `/topology` shows how it goes."""
     links = state.client.links
     link = links[check_rank(value, state.client.ranks, parameter="rank", status=404)]
+    if state.bound:
+        raise RequestError(
+            f"replica {link.rank} shares its experts with the others; such replicas are not restarted one by one",
+            parameter="rank",
+        )
     if link.state is not EngineState.READY:
         raise RequestError(f"replica {link.rank} is {link.condition}; only a ready one can be restarted", status=409)
     state.restart_engine(RestartEngine(engine=link.engine))

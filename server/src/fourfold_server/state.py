@@ -34,6 +34,8 @@ class ServerState:
     """Wishes a replica restarted."""
     shared_metrics: Path | None = None
     """Where all API servers of the deployment keep their instruments; None: there is one."""
+    bound: bool = False
+    """Whether the replicas share experts: none is restarted without all others."""
     operation_timeout: float = 600.0
     """Seconds that all engines may take for one step of an operation."""
     stall_timeout: float = 60.0

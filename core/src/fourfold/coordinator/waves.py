@@ -101,8 +101,13 @@ class WaveRank:
             self._announced = True
             self._send(WorkArrived(rank=self._rank))
 
-    def pause(self) -> None:
-        """Stop when all others are to, and nobody has work; until then every step is an offer."""
+    def pause(self, *, again: bool = False) -> None:
+        """Stop when all others are to, and nobody has work; until then every step is an offer.
+
+        ``again``: where all have stopped already they go on until that is so, as after ``resume``.
+        """
+        if again:
+            self._paused = False
         if not self._paused:
             self._pausing = True
             self.work_arrived()

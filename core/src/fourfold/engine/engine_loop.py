@@ -36,6 +36,7 @@ from fourfold.messages import (
     RequestOutput,
     UtilityReply,
 )
+from fourfold.supervision.deployment_state import read_state
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class EngineLoop:
         self._core = core
         self._engine = engine
         self._incarnation = incarnation
+        self._run_directory = run_directory
         self._context = zmq.Context()
         self._inputs = self._context.socket(zmq.PULL)
         self._inputs.bind(engine_address(run_directory, engine, incarnation))
@@ -93,6 +95,8 @@ class EngineLoop:
         self._orders: deque[EngineOrder] = deque()
         self._pauses: list[CallUtility] = []
         """Calls that are answered when this engine, and all that step together with it, have come to a stop."""
+        self._paused_for: int | None = None
+        """The API server that heard last that this engine has come to a stop; None: it has gone on."""
         self._draining = False
         self._wake_lock = threading.Lock()
         self._stop_event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -243,11 +247,13 @@ class EngineLoop:
             return
         self._pauses.append(call)
         if self._wave is not None:
-            self._wave.pause()
+            # What an earlier pause has kept is to be finished now, on any of the engines; asleep none can step.
+            self._wave.pause(again=call.arguments.get("mode") == "wait" and not self._core.stats.asleep)
 
     def _confirm_pause(self) -> None:
         if self._pauses:
             self._core.confirm_pause()
+            self._paused_for = self._pauses[-1].client
             self._tell_all_clients()
             self._answer_pauses(None)
 
@@ -258,6 +264,7 @@ class EngineLoop:
 
     def _resume(self, call: CallUtility | None) -> None:
         self._core.resume()
+        self._paused_for = None
         if self._wave is not None and not self._core.stats.paused:
             self._wave.resume()
         self._answer_pauses("the engine went on before it had come to a stop")
@@ -266,12 +273,14 @@ class EngineLoop:
             self._clients[call.client].send(self._reply(call))
 
     def _forget_pauses(self, client: int) -> None:
-        """The API server that called is no more."""
+        """The API server is no more: a stop that it called for ends, unless it is noted as what operators wish."""
         left = [call for call in self._pauses if call.client != client]
-        if self._pauses and not left:
-            self._pauses.clear()
-            self._resume(None)
+        theirs = len(left) < len(self._pauses) or self._paused_for == client
         self._pauses = left
+        if theirs and not left:
+            wished = read_state(self._run_directory)
+            if not (wished.paused or wished.asleep):
+                self._resume(None)
 
     def _add(self, request: AddRequest) -> RequestOutput | None:
         try:

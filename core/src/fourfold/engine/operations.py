@@ -35,8 +35,8 @@ def sleep_calls(level: int) -> list[Call]:
 
 
 def wake_calls(tags: Sequence[str]) -> list[Call]:
-    """The same for waking up; engines go on when nothing sleeps any more."""
-    return [("wake_up", {"tags": list(tags)}), ("resume", {})]
+    """The same for waking up, of engines that may be awake; they go on when nothing sleeps any more."""
+    return [("pause", {"mode": "keep"}), ("wake_up", {"tags": list(tags)}), ("resume", {})]
 
 
 def update_calls(model: str) -> list[Call]:

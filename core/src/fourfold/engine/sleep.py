@@ -40,6 +40,10 @@ class Sleep:
         self._stats = stats
         self.halted = False
         """Whether no step may start."""
+        self._discarded = False
+        """Whether weights are gone and others have yet to come, as where whoever wanted them died in between."""
+        self._discarded = False
+        """Whether weights are gone and others have yet to come, as when whoever wanted them has died in between."""
 
     @property
     def asleep(self) -> tuple[str, ...]:
@@ -54,10 +58,12 @@ class Sleep:
         self._client.sleep(level)
 
     def wake_up(self, tags: Sequence[str] = ()) -> None:
-        """Wake up what is named, everything by default. Raises RequestError for what never sleeps, and ConfigError for
-        weights that cannot be read again.
+        """Wake up what is named, everything by default. Raises RequestError for what never sleeps, and where only
+        other weights can come; ConfigError for weights that cannot be read again.
         """
         check_tags(tags)
+        if self._discarded:
+            raise RequestError("the weights are gone and no others have come; update_weights brings some", status=409)
         waking = [tag for tag in self.asleep if tag in (tags or TAGS)]
         staying = tuple(tag for tag in self.asleep if tag not in waking)
         if waking:
@@ -67,7 +73,7 @@ class Sleep:
 
     def discard_weights(self) -> None:
         """Others come next."""
-        self.halted = True
+        self.halted = self._discarded = True
         self._client.discard_weights()
 
     def load_weights(self, model: str) -> None:
@@ -81,8 +87,10 @@ class Sleep:
             if slept and not others:
                 self._client.wake_up((), complete=True)
         except BaseException:
+            self._discarded = False
             self._set_asleep(tuple(tag for tag in TAGS if tag == WEIGHTS or tag in others))
             raise
+        self._discarded = False
         self._set_asleep(others)
         self.halted = bool(others)
 
