@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
 import time
 
 import pytest
 
-from fourfold.testing.hosts import ADDRESSES, Hosts
+from fourfold.testing.hosts import ADDRESSES, Hosts, NoHosts
+from fourfold.testing.namespaces import pids_in
+from fourfold.testing.processes import still_runs
 
-from .conftest import Make, line
+from .conftest import Make, line, wait_until
 
 pytestmark = pytest.mark.multihost
 
@@ -26,6 +31,16 @@ with socket.create_server((sys.argv[1], 7000)) as listener:
 CLIENT = """
 import socket, sys
 socket.create_connection((sys.argv[1], 7000), 10).sendall(bytes(int(sys.argv[2])))
+"""
+MAKER = """
+import sys, threading
+from fourfold.testing.hosts import Hosts
+hosts = Hosts(delay=0.001)
+stays = "import threading; print('here', flush=True); threading.Event().wait(600)"
+process = hosts.start(1, sys.executable, "-c", stays)
+process.stdout.readline()
+print(process.pid, flush=True)
+threading.Event().wait(600)
 """
 
 
@@ -68,3 +83,35 @@ def test_a_killed_host_has_no_process_left(hosts: Hosts) -> None:
     assert hosts.processes(1)
     hosts.kill(1)
     assert hosts.processes(1) == []
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_hosts_end_with_the_process_that_made_them(hosts: Hosts, signum: signal.Signals) -> None:
+    maker = subprocess.Popen([sys.executable, "-c", MAKER], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        process = int(line(maker.stdout))
+        assert process in pids_in(f"fourfold-{maker.pid}-b")
+        os.killpg(maker.pid, signum)
+        wait_until(lambda: f"fourfold-{maker.pid}-" not in namespaces(), "the namespaces to be removed")
+        assert not still_runs(process)
+        assert f"fourfold-{os.getpid()}-a" in namespaces(), "the hosts of another process"
+    finally:
+        maker.kill()
+        maker.communicate(timeout=10)
+
+
+def test_what_is_half_made_is_removed(hosts: Hosts) -> None:
+    hosts.close()  # that they could be made is what counts
+    with pytest.raises(NoHosts, match="cannot make hosts"):
+        Hosts(rate="a little")
+    assert f"fourfold-{os.getpid()}-" not in namespaces()
+
+
+def test_a_machine_without_ip_has_no_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(NoHosts, match="No such file or directory: 'ip'"):
+        Hosts()
+
+
+def namespaces() -> str:
+    return subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout
