@@ -84,11 +84,13 @@ def test_small_answers(server: Any) -> None:
         assert server.http.head(probe).status_code == 200
 
 
-def test_what_layers_report_is_in_the_topology(server: Any) -> None:
+def test_what_layers_report_is_in_the_topology(start_server: Any) -> None:
+    server = start_server()
+    server.state.client.links[0].rank = 4  # its number among replicas behind other servers too
     heat = {"layers": [0, 1], "load": [[3, 1], [2, 2]]}
     server.engine.show_layers({"expert_balancedness": 0.75}, [{"experts": heat}, {}])
     assert server.complete().status_code == 200
-    assert server.http.get("/topology").json()["layers"] == [{"engine": 0, "stage": 0, "experts": heat}]
+    assert server.http.get("/topology").json()["layers"] == [{"engine": 4, "stage": 0, "experts": heat}]
     server.engine.refusals["layer_report"] = "no"
     assert server.http.get("/topology").json()["layers"] == []
 

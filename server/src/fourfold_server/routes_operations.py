@@ -10,6 +10,7 @@ from typing import Any, Final
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
+from fourfold.client.engine_link import EngineLink
 from fourfold.contracts.load_balancer import EngineState
 from fourfold.errors import FourfoldError
 from fourfold_server.errors import RETRY_AFTER_SECONDS
@@ -71,7 +72,7 @@ def _stages(state: ServerState) -> list[dict[str, Any]]:
 async def _layers(state: ServerState) -> list[dict[str, Any]]:
     """What the layers of engines show that keep figures, a row a stage; nothing of an engine that does not answer."""
     ready = [link for link in state.client.links if link.state is EngineState.READY and link.stats.layer_counters]
-    reports = await asyncio.gather(*(_report(state, link.rank) for link in ready))
+    reports = await asyncio.gather(*(_report(state, link) for link in ready))
     return [
         {"engine": link.rank, "stage": stage, **shown}
         for link, stages in zip(ready, reports)
@@ -80,12 +81,12 @@ async def _layers(state: ServerState) -> list[dict[str, Any]]:
     ]
 
 
-async def _report(state: ServerState, engine: int) -> list[dict[str, Any]]:
+async def _report(state: ServerState, link: EngineLink) -> list[dict[str, Any]]:
     try:
         async with asyncio.timeout(_REPORT_SECONDS):
-            found: list[dict[str, Any]] = await state.client.call_utility(engine, "layer_report")
+            found: list[dict[str, Any]] = await state.client.call_utility(link.engine, "layer_report")
     except (TimeoutError, FourfoldError) as error:
-        logger.warning("engine %d does not say what its layers do: %s", engine, error or "no answer in time")
+        logger.warning("engine %d does not say what its layers do: %s", link.rank, error or "no answer in time")
         return []
     return found
 
