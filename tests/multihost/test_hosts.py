@@ -32,6 +32,31 @@ CLIENT = """
 import socket, sys
 socket.create_connection((sys.argv[1], 7000), 10).sendall(bytes(int(sys.argv[2])))
 """
+COUNTER = """
+import socket, sys
+with socket.socket(type=socket.SOCK_DGRAM) as listener:
+    listener.bind((sys.argv[1], 7000))
+    listener.settimeout(20)
+    print("listening", flush=True)
+    count = 0
+    try:
+        while listener.recv(100):
+            count += 1
+            listener.settimeout(1)
+    except TimeoutError:
+        print(count, flush=True)
+"""
+DATAGRAMS = """
+import socket, sys
+while True:
+    try:  # so that the way there is known before the first datagram
+        socket.create_connection((sys.argv[1], 9), 10).close()
+    except ConnectionRefusedError:
+        break
+with socket.socket(type=socket.SOCK_DGRAM) as sender:
+    for _ in range(int(sys.argv[2])):
+        sender.sendto(b"x", (sys.argv[1], 7000))
+"""
 MAKER = """
 import sys, threading
 from fourfold.testing.hosts import Hosts
@@ -59,6 +84,14 @@ def test_the_round_trip_is_twice_the_delay(make_hosts: Make, milliseconds: int) 
     found = 1e3 * make_hosts(delay=milliseconds / 1e3).round_trip()
     print(f"{milliseconds} ms each way: a round trip of {found:.2f} ms")
     assert 2 * milliseconds <= found < 2 * milliseconds + 10
+
+
+def test_frames_get_lost_as_often_as_asked(make_hosts: Make) -> None:
+    hosts = make_hosts(loss=0.2)
+    counter = hosts.start(1, sys.executable, "-c", COUNTER, ADDRESSES[1])
+    assert line(counter.stdout) == "listening"
+    hosts.start(0, sys.executable, "-c", DATAGRAMS, ADDRESSES[1], 300)
+    assert 200 < int(line(counter.stdout)) < 280
 
 
 def test_everything_arrives_over_a_cable_that_loses_frames(make_hosts: Make) -> None:
