@@ -95,7 +95,7 @@ def wait_for_port(hosts: Hosts, host: int, address: str, port: int) -> None:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    pause, deadline = threading.Event(), time.monotonic() + 60
+    pause, deadline = threading.Event(), time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, f"waited for {what}"
         pause.wait(0.05)
