@@ -15,9 +15,10 @@ from fourfold.entries import Entry
 from fourfold.errors import ConfigError
 from fourfold.hook_checks import hook_specifications
 from fourfold.hookspecs import CONTRACT_VERSION, MODULES
-from fourfold.messages import EngineReady, EngineStats, FinishReason, RequestOutput
+from fourfold.messages import EngineStats, FinishReason, RequestOutput
 from fourfold.offers import OFFER_KINDS
 from fourfold.plugins import load_plugins
+from fourfold.testing.ready_engine import ready_engine
 
 from .distributions import ROOT
 
@@ -25,17 +26,7 @@ DOCUMENT = (ROOT / "docs" / "hooks.md").read_text()
 FUNCTIONS = {
     name: function for module in MODULES for name, function in vars(module).items() if name.startswith("fourfold_")
 }
-READY = EngineReady(
-    engine=3,
-    incarnation=0,
-    num_blocks=8,
-    kv_cache_tokens=128,
-    kv_cache_bytes=1,
-    max_model_len=64,
-    device="cpu",
-    dtype="float32",
-    backends={},
-)
+READY = ready_engine(3)
 every_hook = pytest.mark.parametrize("hook", sorted(FUNCTIONS))
 
 

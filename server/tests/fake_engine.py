@@ -10,8 +10,9 @@ from pathlib import Path
 
 import msgspec
 
-from fourfold.messages import EngineFailed, EngineReady
+from fourfold.messages import EngineFailed
 from fourfold.supervision.parent_watch import connect_to_parent
+from fourfold.testing.ready_engine import ready_engine
 
 
 def main() -> None:
@@ -44,17 +45,7 @@ def main() -> None:
         threading.Event().wait(60)
     if behaviour == "hang":
         threading.Event().wait(60)
-    ready = EngineReady(
-        engine=engine,
-        incarnation=incarnation,
-        num_blocks=8,
-        kv_cache_tokens=128,
-        kv_cache_bytes=1024,
-        max_model_len=64,
-        device="cpu",
-        dtype="float32",
-        backends={"attention": "torch"},
-    )
+    ready = ready_engine(engine, incarnation=incarnation, backends={"attention": "torch"})
     link.report(msgspec.msgpack.encode(ready))
     if behaviour == "fail-and-linger":
         for message in ("ValueError: boom", "an echo"):

@@ -7,6 +7,7 @@ import pytest
 
 from fourfold.messages import EngineDead, EngineReady
 from fourfold.supervision.run_directory import RunDirectory
+from fourfold.testing.ready_engine import ready_engine
 from fourfold_server.node_table import NodeTable, read_nodes
 
 
@@ -21,18 +22,7 @@ def shown(run_directory: RunDirectory) -> list[tuple[str, str, list[int], str]]:
 
 
 def ready(engine: int, *nodes: str) -> EngineReady:
-    return EngineReady(
-        engine=engine,
-        incarnation=1,
-        num_blocks=1,
-        kv_cache_tokens=1,
-        kv_cache_bytes=1,
-        max_model_len=1,
-        device="cpu",
-        dtype="float32",
-        backends={},
-        workers=[{"node": node} for node in nodes],
-    )
+    return ready_engine(engine, workers=[{"node": node} for node in nodes])
 
 
 def dead(engine: int) -> EngineDead:

@@ -14,6 +14,7 @@ import pytest
 from fourfold.config.timeout_config import TimeoutConfig
 from fourfold.messages import EngineDead, EngineDraining, EngineNotice, EngineReady, EngineStarting, RestartEngine
 from fourfold.supervision.run_directory import RunDirectory, deployments, running_processes
+from fourfold.testing.ready_engine import ready_engine
 from fourfold_server.config import OnFailure
 from fourfold_server.process_table import ProcessTable
 from fourfold_server.roles import EngineRole, Shape
@@ -210,18 +211,7 @@ def test_rapid_failures_are_not_restarted_for_ever(start: Start, monkeypatch: py
 def test_rapid_failures_end_nothing_while_another_node_serves(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fourfold_server.supervisor.MAX_RAPID_CRASHES", 1)
     deployment = start("die-when-ready exit-9 exit-9 serve")
-    elsewhere = EngineReady(
-        engine=1,
-        incarnation=1,
-        num_blocks=1,
-        kv_cache_tokens=1,
-        kv_cache_bytes=1,
-        max_model_len=1,
-        device="cpu",
-        dtype="float32",
-        backends={},
-    )
-    deployment.supervisor.post(lambda: deployment.role.tell(elsewhere))
+    deployment.supervisor.post(lambda: deployment.role.tell(ready_engine(1)))
     seen = [deployment.listener.next() for _ in range(10)]  # one of them is the other node's
     assert seen[-1] == ("ready", 4)
 

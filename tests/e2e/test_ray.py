@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,57 +10,21 @@ import pytest
 
 from fourfold import LLM
 from fourfold.testing.golden import CHATS, COMPLETIONS
-from fourfold_executor_ray.session import kill_session
 
 from .conftest import ONE_THREAD, Start
+from .ray_cluster import RayCluster, started_cluster
 from .running_server import Server, Stream, chat, wait_until
 from .test_golden import answer
 from .test_lifecycle import completion
 from .test_replicas import PROMPTS, replicas
 from .test_tensor_parallel import IDS, answers, expected
 
-CLUSTER = Path(__file__).parents[2] / "plugins" / "executor_ray" / "tests" / "cluster_program.py"
-
-
-class Cluster:
-    """A Ray cluster of two nodes of 2 CPUs, the first of which runs what is started here."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-        self.address = self._line()
-
-    @property
-    def session(self) -> int:
-        """Of all its processes."""
-        return self._process.pid
-
-    def order(self, text: str) -> None:
-        """``kill N`` ends a node, ``add CPUS`` brings another one."""
-        assert self._process.stdin is not None
-        print(text, file=self._process.stdin, flush=True)
-        assert self._line() == "done"
-
-    def _line(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
-
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    # With a short path, as sockets lie in it.
-    with tempfile.TemporaryDirectory(prefix="ff-ray-", ignore_cleanup_errors=True) as folder:
-        process = subprocess.Popen(
-            [sys.executable, "-P", CLUSTER, folder, "2", "2"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            yield Cluster(process)
-        finally:
-            kill_session(process.pid)
-            process.communicate()
+def cluster() -> Iterator[RayCluster]:
+    """Two nodes of two CPUs."""
+    with started_cluster(2, 2) as cluster:
+        yield cluster
 
 
 def test_golden_cases_in_a_cluster_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +39,7 @@ def test_golden_cases_in_a_cluster_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     assert set(psutil.Process().children(recursive=True)) <= set(others)
 
 
-def test_golden_cases_over_two_nodes_through_the_server(cluster: Cluster, tmp_path: Path) -> None:
+def test_golden_cases_over_two_nodes_through_the_server(cluster: RayCluster, tmp_path: Path) -> None:
     address = cluster.address
     options = ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"]
     server = Server(["--dtype", "float32", *options], tmp_path, RAY_ADDRESS=address, **ONE_THREAD)
@@ -103,7 +64,7 @@ def test_golden_cases_over_two_nodes_through_the_server(cluster: Cluster, tmp_pa
     wait_until(lambda: not any(map(psutil.pid_exists, pids)), 5, f"the end of {pids}")
 
 
-def test_streams_outlive_the_node_of_their_replica(cluster: Cluster, start: Start) -> None:
+def test_streams_outlive_the_node_of_their_replica(cluster: RayCluster, start: Start) -> None:
     layout = ("--data-parallel-size", "2", "--tensor-parallel-size", "2", "--num-blocks", "2000")
     server = start(*layout, environment={"RAY_ADDRESS": cluster.address})
     nodes = {state["label"]: state["node"] for state in server.states().values() if state["role"] == "worker"}

@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from itertools import product
 
@@ -17,12 +14,12 @@ import pytest
 from fourfold import LLM
 from fourfold.errors import ConfigError
 from fourfold.testing.processes import still_runs
-from fourfold_executor_ray.session import kill_session, members
+from fourfold_executor_ray.session import members
 
 from .conftest import ONE_THREAD, Start
+from .ray_cluster import RayCluster, started_cluster
 from .running_server import Server, wait_until
 from .test_lifecycle import LONG, assert_port_is_free, port_of, stream, wait_until_gone
-from .test_ray import CLUSTER, Cluster
 from .test_tensor_parallel import IDS, answers, expected
 
 pytestmark = pytest.mark.long
@@ -32,25 +29,16 @@ COVERED = [(tp, pp, dp) for tp, pp, dp in LAYOUTS if tp in (1, 3) or (pp, dp) ==
 
 
 @pytest.fixture(scope="module")
-def wide() -> Iterator[Cluster]:
+def wide() -> Iterator[RayCluster]:
     """Two nodes, together with room for the widest layout."""
-    with tempfile.TemporaryDirectory(prefix="ff-ray-", ignore_cleanup_errors=True) as folder:
-        process = subprocess.Popen(
-            [sys.executable, "-P", CLUSTER, folder, "12", "12"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            yield Cluster(process)
-        finally:
-            kill_session(process.pid)
-            process.communicate()
+    with started_cluster(12, 12) as cluster:
+        yield cluster
 
 
 @pytest.mark.parametrize(("tp", "pp", "dp"), COVERED)
-def test_every_layout_says_the_same(tp: int, pp: int, dp: int, wide: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_layout_says_the_same(
+    tp: int, pp: int, dp: int, wide: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in {**ONE_THREAD, "RAY_ADDRESS": wide.address}.items():
         monkeypatch.setenv(name, value)
     sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "data_parallel_size": dp}
@@ -78,7 +66,7 @@ def test_a_layout_that_cannot_be_is_refused_before_ray_is_asked(sizes: dict[str,
 @pytest.mark.parametrize("moment", ["load", "idle", "generation"])
 @pytest.mark.parametrize("own", [True, False], ids=["own-cluster", "given-cluster"])
 def test_whoever_ends_a_server_leaves_nothing(
-    moment: str, own: bool, end: signal.Signals, start: Start, wide: Cluster
+    moment: str, own: bool, end: signal.Signals, start: Start, wide: RayCluster
 ) -> None:
     """No process, actors in a cluster that goes on among them, no shared memory, socket or folder, and not the port."""
     before = traces()
@@ -110,7 +98,7 @@ def traces() -> set[str]:
     return memory | {f"/tmp/{name}" for name in os.listdir("/tmp") if name.startswith("fourfold-")}
 
 
-def workers(cluster: Cluster) -> set[int]:
+def workers(cluster: RayCluster) -> set[int]:
     """Ranks in actors of a cluster."""
     found = set()
     for pid in members(cluster.session):

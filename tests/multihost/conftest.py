@@ -6,6 +6,7 @@ import json
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import Popen
@@ -32,7 +33,7 @@ def make_hosts() -> Iterator[Make]:
             made.append(Hosts(**cable))
         except NoHosts as error:
             pytest.skip(str(error))
-        return made[0]
+        return made[-1]
 
     yield make
     for hosts in made:
@@ -93,9 +94,19 @@ def wait_for_port(hosts: Hosts, host: int, address: str, port: int) -> None:
     assert line(hosts.start(host, sys.executable, "-c", code).stdout) == "open"
 
 
-def wait_for(condition: Callable[[], bool], process: Popen[str]) -> None:
-    """Until it holds; ``process`` must not end before."""
-    pause = threading.Event()
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    pause, deadline = threading.Event(), time.monotonic() + 120
     while not condition():
+        assert time.monotonic() < deadline, f"waited for {what}"
         pause.wait(0.05)
-        assert process.poll() is None
+
+
+def wait_for(condition: Callable[[], bool], process: Popen[str], what: str) -> None:
+    """Until it holds; ``process`` must not end before."""
+
+    def holds() -> bool:
+        found = condition()
+        assert found or process.poll() is None, f"the process ended before {what}"
+        return found
+
+    wait_until(holds, what)

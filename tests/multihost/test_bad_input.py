@@ -161,6 +161,6 @@ def test_a_node_that_comes_too_late_finds_nobody(pair: Pair) -> None:
 def test_a_host_that_dies_while_it_loads_ends_the_start(pair: Pair) -> None:
     pair.patience = IN_PEACE
     first, second = pair.first(), pair.second()
-    wait_for(lambda: "local rank" in pair.log(1), second)
+    wait_for(lambda: "local rank" in pair.log(1), second, "it loads")
     pair.hosts.kill(1)
     assert f"{NAME} ({ADDRESSES[1]})" in pair.ends(0, first, 1)

@@ -52,7 +52,7 @@ def test_a_host_that_dies_while_it_loads_ends_the_start_by_name(tmp_path: Path, 
     start_cluster(hosts, folder)
     log = tmp_path / "a" / "log"
     server = serve(hosts, 0, tmp_path / "a", *SHARED, "--pipeline-parallel-size", 2, RAY_ADDRESS=ADDRESS, **ENVIRONMENT)
-    wait_for(lambda: "DP0.PP1.TP0 on " in log.read_text(), server)
+    wait_for(lambda: "DP0.PP1.TP0 on " in log.read_text(), server, "its ranks start")
     hosts.kill(1)
     assert server.wait(120) == 1
     (error,) = [line for line in log.read_text().splitlines() if line.startswith("Error: ")]

@@ -195,8 +195,8 @@ class ParallelLayerContext:
     activation: Activation = "silu"
     registry: PluginRegistry | None = None
     """Where it finds its own parts, by the names in ``config``."""
-    expert_memory: WeightMemory | None = None
-    """Where its experts are, so that the engine can do without them while it sleeps; of a latent_qkv layer too."""
+    weight_memory: WeightMemory | None = None
+    """Holds weights that no linear method does, for engines that sleep; of a latent_qkv layer too."""
     expert_group: GroupCoordinator | None = None
     """The DP x TP ranks of its pipeline stage, over which experts may spread; None: those of ``communicator``."""
 

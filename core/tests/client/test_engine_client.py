@@ -31,6 +31,7 @@ from fourfold.messages import (
 )
 from fourfold.sampling_params import SamplingParams
 from fourfold.testing.fake_engine import FakeEngine
+from fourfold.testing.ready_engine import ready_engine
 
 T = TypeVar("T")
 
@@ -531,17 +532,7 @@ def test_closing_twice_is_harmless_and_ends_requests(run_directory: Path) -> Non
 
 
 def notice(engine: int, incarnation: int) -> EngineReady:
-    return EngineReady(
-        engine=engine,
-        incarnation=incarnation,
-        num_blocks=8,
-        kv_cache_tokens=128,
-        kv_cache_bytes=1024,
-        max_model_len=64,
-        device="none",
-        dtype="float32",
-        backends={},
-    )
+    return ready_engine(engine, incarnation=incarnation)
 
 
 def outputs(incarnation: int, *items: RequestOutput) -> bytes:

@@ -12,7 +12,7 @@ from fourfold import builtin_plugin
 from fourfold.config.backend_config import BackendConfig
 from fourfold.config.engine_config import EngineConfig
 from fourfold.config.model_config import ModelConfig
-from fourfold.config.parallel_config import ParallelConfig
+from fourfold.config.options import build_engine_config
 from fourfold.contracts.kv_cache_spec import KVCacheSpec
 from fourfold.engine import build
 from fourfold.entries import ExecutorContext, ExecutorEntry
@@ -151,15 +151,14 @@ def test_a_policy_that_is_not_there_is_said_before_anything_starts() -> None:
     [
         ({"enable_expert_parallel": True}, "a DenseModel has no experts to spread over ranks"),
         ({"enable_dbo": True}, "--enable-dbo overlaps what ranks tell each other, and none does here"),
+        ({"experts": "torch"}, "--experts is 'torch', and a DenseModel has no experts; leave it out"),
     ],
 )
-def test_experts_are_spread_only_where_there_are_some(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, bool], says: str
-) -> None:
+def test_options_of_experts_need_some(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], says: str) -> None:
     description = SimpleNamespace(num_heads=4, num_kv_heads=2, num_layers=2, architecture="a DenseModel", mixture=None)
     monkeypatch.setattr(build, "describe_checkpoint", lambda config, registry, progress: description)
     with pytest.raises(ConfigError, match=says):
-        build.build_engine(EngineConfig(parallel=ParallelConfig(**options)), _registry(FakeExecutor()))
+        build.build_engine(build_engine_config(**options), _registry(FakeExecutor()))
 
 
 def test_plugins_hear_of_a_lost_worker() -> None:

@@ -14,7 +14,7 @@ from fourfold.checkpoints.resolve import Checkpoint, resolve_checkpoint
 from fourfold.config.backend_config import BackendConfig
 from fourfold.config.engine_config import EngineConfig
 from fourfold.config.model_config import ModelConfig
-from fourfold.config.parallel_config import ParallelConfig
+from fourfold.config.options import build_engine_config
 from fourfold.contracts.attention_backend import AttentionMetadata
 from fourfold.entries import WorkerContext
 from fourfold.errors import CheckpointError, ConfigError, EngineError
@@ -22,7 +22,7 @@ from fourfold.layout import ParallelLayout
 from fourfold.models.decoder import Decoder
 from fourfold.models.layer_costs import stage_costs, stage_memory
 from fourfold.models.loading import load_model
-from fourfold.models.parallel_limits import check_cut
+from fourfold.models.parallel_limits import check_layout
 from fourfold.models.stage_partition import Stage, partition, stages
 from fourfold.plugins import PluginRegistry
 
@@ -194,7 +194,7 @@ def test_costs_and_memory_follow_the_description(loader: Any) -> None:
 
 def test_cuts_that_cannot_be_are_refused_from_the_description(loader: Any) -> None:
     description = loader().description
-    check_cut(description, ParallelConfig(pipeline_parallel_size=5, tensor_parallel_size=4))
+    check_layout(description, build_engine_config(pipeline_parallel_size=5, tensor_parallel_size=4))
     for message, cut in (
         ("--pipeline-parallel-size is 6, but the model has 5 layers; from 1 to 5", {"pipeline_parallel_size": 6}),
         (
@@ -207,4 +207,4 @@ def test_cuts_that_cannot_be_are_refused_from_the_description(loader: Any) -> No
         ),
     ):
         with pytest.raises(ConfigError, match=message):
-            check_cut(description, ParallelConfig(**cut))
+            check_layout(description, build_engine_config(**cut))

@@ -37,7 +37,7 @@ class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeTable:
-    """Safe from every thread."""
+    """Safe from every thread: nodes come and go on one, and what becomes of engines is told on another."""
 
     def __init__(self, run_directory: RunDirectory, own: str, replicas: Sequence[int], *, first_rank: int = 0) -> None:
         """``own`` is this node, with its replicas; ``first_rank`` is the rank of engine 0."""
@@ -48,28 +48,32 @@ class NodeTable:
         self._rows: dict[str, NodeRow] = {}
         self._ranks: dict[int, set[str]] = {}
         """Replica -> the other nodes that have ranks of it, while it runs."""
-        self._set(own, "head", replicas, "running")
+        with self._lock:
+            self._set(own, "head", replicas, "running")
 
     def join(self, node: str, replicas: Sequence[int]) -> None:
         """Show a node with replicas."""
-        self._set(node, "engines", replicas, "running")
+        with self._lock:
+            self._set(node, "engines", replicas, "running")
 
     def lose(self, node: str) -> None:
         """Show that a node has gone."""
-        row = self._rows[node]
-        self._set(node, row.role, row.replicas, "lost")
+        with self._lock:
+            row = self._rows[node]
+            self._set(node, row.role, row.replicas, "lost")
 
     def hear(self, notice: EngineNotice) -> None:
         """Hear what becomes of an engine, which may have ranks on other nodes."""
         replica = self._first_rank + notice.engine
-        if isinstance(notice, EngineReady):
-            self._ranks[replica] = {row["node"] for row in notice.workers if row.get("node")} - {self._own}
-        elif isinstance(notice, EngineDead):
-            self._ranks.pop(replica, None)
-        else:
-            return
-        for node in dict.fromkeys([*self._rows, *sorted(self._ranks.get(replica, ()))]):
-            self._show_ranks(node)
+        with self._lock:
+            if isinstance(notice, EngineReady):
+                self._ranks[replica] = {row["node"] for row in notice.workers if row.get("node")} - {self._own}
+            elif isinstance(notice, EngineDead):
+                self._ranks.pop(replica, None)
+            else:
+                return
+            for node in dict.fromkeys([*self._rows, *sorted(self._ranks.get(replica, ()))]):
+                self._show_ranks(node)
 
     def _show_ranks(self, node: str) -> None:
         row = self._rows.get(node)
@@ -83,11 +87,10 @@ class NodeTable:
             self._set(node, "ranks", row.replicas, "lost" if whole else "restarting")
 
     def _set(self, node: str, role: str, replicas: Sequence[int], state: str) -> None:
-        with self._lock:
-            old = self._rows.get(node)
-            since = old.since if old is not None and old.state == state else _now()
-            self._rows[node] = NodeRow(node=node, role=role, replicas=list(replicas), state=state, since=since)
-            self._run_directory.write_file(_FILE, msgspec.json.encode(list(self._rows.values())))
+        old = self._rows.get(node)
+        since = old.since if old is not None and old.state == state else _now()
+        self._rows[node] = NodeRow(node=node, role=role, replicas=list(replicas), state=state, since=since)
+        self._run_directory.write_file(_FILE, msgspec.json.encode(list(self._rows.values())))
 
 
 def open_node_table(run_directory: RunDirectory, config: EngineConfig, plan: NodePlan) -> NodeTable:

@@ -23,7 +23,7 @@ def check_config(config: EngineConfig, server_config: ServerConfig, registry: Pl
     """The config with ``auto`` resolved, after a look at the model's description."""
     from fourfold.checkpoints.progress import NoProgress
     from fourfold.checkpoints.resolve import describe_checkpoint
-    from fourfold.models.parallel_limits import check_cut
+    from fourfold.models.parallel_limits import check_layout
 
     entry = registry.executors().get(config.backends.executor)
     if entry is not None and entry.offline_only:
@@ -33,7 +33,7 @@ def check_config(config: EngineConfig, server_config: ServerConfig, registry: Pl
     resolved = resolve(config, registry)
     logger.info("%s", "; ".join(resolved.reasons))
     description = describe_checkpoint(config.model, registry, NoProgress())
-    check_cut(description, config.parallel)
+    check_layout(description, resolved.config)
     _check_adapters(config, server_config, description)
     return resolved.config
 

@@ -147,9 +147,10 @@ class Supervisor:
     def hurry(self, role: str) -> None:
         """Let all processes of a role end without finishing anything. From any thread, also after giving up."""
         for process in self._all():
-            if process.role == role and process.child is not None:
-                process.child.request_stop()
-                process.child.request_stop()
+            child = process.child  # which the supervisor's thread may take away meanwhile
+            if process.role == role and child is not None:
+                child.request_stop()
+                child.request_stop()
 
     def wait(self, role: str, timeout: float) -> list[str]:
         """Wait until the processes of a role have ended; returns those that have not after ``timeout`` seconds."""

@@ -19,7 +19,7 @@ from fourfold.engine.refusal import refusal
 from fourfold.entries import ExecutorContext, SchedulerContext
 from fourfold.errors import EngineError, ExecutorFailed, WorkerError
 from fourfold.messages import EngineReady, StageInfo, WorkerInfo
-from fourfold.models.parallel_limits import check_cut
+from fourfold.models.parallel_limits import check_layout
 from fourfold.plugins import PluginRegistry
 from fourfold.selection import select
 
@@ -46,7 +46,7 @@ def build_engine(
     """
     started = time.monotonic() if started is None else started
     description = describe_checkpoint(config.model, registry, NoProgress())
-    check_cut(description, config.parallel)
+    check_layout(description, config)
     scheduler = select("scheduler", registry.schedulers(), config.backends.scheduler, config)
     executor = select("executor", registry.executors(), config.backends.executor, config)
     logger.debug("%s; %s", executor.reason, scheduler.reason)  # the names were chosen, and logged, before

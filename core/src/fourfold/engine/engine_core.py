@@ -253,7 +253,8 @@ class EngineCore:
         self._sleep.fall_asleep(level)
 
     def wake_up(self, tags: Sequence[str] = ()) -> None:
-        """Take the memory named by ``tags`` again, all by default; with all of it requests go on.
+        """Take the memory named by ``tags`` again, all by default; with all of it requests go on, unless
+        there is a pause.
 
         Raises RequestError for an unknown tag, ConfigError for weights that cannot be read: they stay asleep.
         """
@@ -269,8 +270,9 @@ class EngineCore:
         self._sleep.discard_weights()
 
     def load_weights(self, model: str) -> None:
-        """Read the weights of another checkpoint of the model, and go on with those. Raises ConfigError for weights
-        that cannot be read: they are asleep then.
+        """Read the weights of another checkpoint of the model, and go on with those, unless there is a pause.
+
+        Raises ConfigError for weights that cannot be read: they are asleep then.
         """
         self._sleep.load_weights(model)
 

@@ -140,7 +140,7 @@ class _Latents:
         self.query_dim = latent.rotary_dim + latent.fixed_dim
         self._latent = latent
         self._num_heads = num_heads
-        memory = context.expert_memory or WeightMemory(context.device)
+        memory = context.weight_memory or WeightMemory(context.device)
         self._to_latent = memory.empty(num_heads, latent.fixed_dim, latent.kv_rank, dtype=context.dtype)
         self._to_value = memory.empty(num_heads, latent.value_dim, latent.kv_rank, dtype=context.dtype)
 

@@ -78,7 +78,7 @@ def build_experts(context: ParallelLayerContext, *, num_experts: int, intermedia
         intermediate_size=intermediate_size,
         activation=context.activation,
         operators=context.operators,
-        memory=context.expert_memory,
+        memory=context.weight_memory,
     )
     entries, wanted = context.registry.experts(), context.config.backends.experts
     return build_backend("experts", entries, wanted, context.config, lambda entry: entry.build(experts_context))

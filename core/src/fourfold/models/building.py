@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from fourfold.config.engine_config import EngineConfig
     from fourfold.contracts.attention_backend import AttentionBackend
     from fourfold.contracts.linear_method import LinearMethod
+    from fourfold.contracts.operators import Operators
     from fourfold.contracts.parallel_layer import (
         HeadLayer,
         LatentLayer,
@@ -65,8 +66,8 @@ class BuiltDecoder:
     """Checkpoint tensor name -> takes this rank's part of it."""
     linear_method: LinearMethod
     """Holds the weights of all linear layers."""
-    expert_memory: WeightMemory | None
-    """Holds those of all experts; None where there are none."""
+    weight_memory: WeightMemory | None
+    """Holds those of experts and of latents; None where there are none."""
     adapters: AdapterSlots | None
     """None where --enable-lora is not given."""
 
@@ -97,31 +98,9 @@ class DecoderBuilder:
         self._dtype = self._kv_cache_dtype = dtype
         self._caches_latents = False
         self._cut = cut_heads(description.num_heads, description.num_kv_heads, group.rank, group.world_size)
-        compute = ComputeContext(config=config, device=device, dtype=dtype, rank=rank)
-        backends, names = registry, config.backends
-        linear_name, self._method = build_backend(
-            "linear method", backends.linear_methods(), names.linear_method, config, lambda e: e.build(compute)
-        )
-        operators_name, self._operators = build_backend(
-            "operators", backends.operators(), names.operators, config, lambda e: e.build(compute)
-        )
-        attention_name, self._attentions = build_backend(
-            "attention backend", backends.attention_backends(), names.attention, config, self._build_attentions
-        )
-        log_passed_over(
-            config,
-            {
-                "linear method": backends.linear_methods() if names.linear_method == AUTO else {},
-                "operators": backends.operators() if names.operators == AUTO else {},
-                "attention backend": backends.attention_backends() if names.attention == AUTO else {},
-            },
-        )
-        if isinstance(self._operators, Foresight):
-            self._operators.expect(
-                hidden_size=description.hidden_size,
-                intermediate_size=-(-description.intermediate_size // group.world_size),
-                activation=description.activation,
-            )
+        self._chosen: dict[str, str] = {}
+        """Option -> the backend that was taken for it."""
+        self._method, self._operators, self._attentions = self._choose_backends(rank)
         enabled = config.lora.enable_lora
         self._lora = LoraLinearMethod(self._method, device=device, dtype=dtype) if enabled else None
         self._shared: dict[str, StepPart] = {}
@@ -136,11 +115,10 @@ class DecoderBuilder:
             adapted_method=self._lora,
             shared=self._shared,
         )
-        self._chosen = {"attention": attention_name, "linear_method": linear_name, "operators": operators_name}
         self._parameters: dict[str, Load] = {}
         self._summing_norm: SummingNorm | None = None
         self._targets: dict[str, AdapterTarget] = {}
-        self._expert_memory = None if description.mixture is None else WeightMemory(device)
+        self._weight_memory = None if description.mixture is None else WeightMemory(device)
 
     def build(self) -> BuiltDecoder:
         """Allocate everything."""
@@ -180,9 +158,40 @@ class DecoderBuilder:
             decoder=decoder,
             parameters=self._parameters,
             linear_method=self._method,
-            expert_memory=self._expert_memory,
+            weight_memory=self._weight_memory,
             adapters=None if self._lora is None else AdapterSlots(self._lora, self._targets, self._parameters),
         )
+
+    def _choose_backends(self, rank: int) -> tuple[LinearMethod, Operators, list[AttentionBackend]]:
+        """Those of all layers, and of each layer's attention."""
+        d, config, names = self._description, self._config, self._config.backends
+        compute = ComputeContext(config=config, device=self._device, dtype=self._dtype, rank=rank)
+        methods, operators = self._registry.linear_methods(), self._registry.operators()
+        attentions = self._registry.attention_backends()
+        self._chosen["linear_method"], method = build_backend(
+            "linear method", methods, names.linear_method, config, lambda entry: entry.build(compute)
+        )
+        self._chosen["operators"], chosen_operators = build_backend(
+            "operators", operators, names.operators, config, lambda entry: entry.build(compute)
+        )
+        self._chosen["attention"], chosen_attentions = build_backend(
+            "attention backend", attentions, names.attention, config, self._build_attentions
+        )
+        log_passed_over(
+            config,
+            {
+                "linear method": methods if names.linear_method == AUTO else {},
+                "operators": operators if names.operators == AUTO else {},
+                "attention backend": attentions if names.attention == AUTO else {},
+            },
+        )
+        if isinstance(chosen_operators, Foresight):
+            chosen_operators.expect(
+                hidden_size=d.hidden_size,
+                intermediate_size=-(-d.intermediate_size // self._group.world_size),
+                activation=d.activation,
+            )
+        return method, chosen_operators, chosen_attentions
 
     def _build_embedding(self) -> VocabularyLayer:
         d = self._description
@@ -284,7 +293,7 @@ class DecoderBuilder:
             latent=d.latent,
             caches_latents=self._caches_latents,
             operators=self._operators,
-            expert_memory=self._expert_memory,
+            weight_memory=self._weight_memory,
         )
         for name, tensor in latent_tensors(d).items():
             self._take(prefix + name, layer, tensor.parameter)
@@ -333,7 +342,7 @@ class DecoderBuilder:
             activation=d.activation,
             operators=self._operators,
             registry=self._registry,
-            expert_memory=self._expert_memory,
+            weight_memory=self._weight_memory,
             expert_group=self._expert_group,
         )
         for name, tensor in mixture_tensors(d).items():

@@ -1,4 +1,4 @@
-"""Which cuts a model allows, from its description alone; asked before any weight is touched. No torch."""
+"""Which layouts a model allows, from its description alone; asked before any weight is touched. No torch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 from fourfold.errors import ConfigError
 from fourfold.layers.partition import cut_heads
 from fourfold.models.stage_partition import check_num_stages, check_sum
+from fourfold.selection import AUTO
 
 if TYPE_CHECKING:
-    from fourfold.config.parallel_config import ParallelConfig
+    from fourfold.config.engine_config import EngineConfig
     from fourfold.models.description import ModelDescription
 
 
-def check_cut(description: ModelDescription, parallel: ParallelConfig) -> None:
-    """Raise ConfigError naming what would do, where the model cannot be cut as ``parallel`` says."""
+def check_layout(description: ModelDescription, config: EngineConfig) -> None:
+    """Raise ConfigError naming what would do, where the model cannot be laid out as ``config``, resolved, says."""
+    parallel, experts = config.parallel, config.backends.experts
     spread = parallel.enable_expert_parallel and parallel.data_parallel_size > 1
     if parallel.enable_dbo and parallel.tensor_parallel_size == 1 and not spread:
         raise ConfigError(
@@ -25,6 +27,8 @@ def check_cut(description: ModelDescription, parallel: ParallelConfig) -> None:
         raise ConfigError(
             f"{description.architecture} has no experts to spread over ranks; leave out --enable-expert-parallel"
         )
+    if experts != AUTO and description.mixture is None:
+        raise ConfigError(f"--experts is {experts!r}, and {description.architecture} has no experts; leave it out")
     cut_heads(description.num_heads, description.num_kv_heads, 0, parallel.tensor_parallel_size)
     check_num_stages(parallel.pipeline_parallel_size, description.num_layers)
     sizes = parallel.layers_of_stages

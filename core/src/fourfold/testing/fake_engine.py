@@ -31,6 +31,7 @@ from fourfold.messages import (
     UtilityReply,
 )
 from fourfold.sleep_tags import TAGS
+from fourfold.testing.ready_engine import ready_engine
 
 Script = Callable[[AddRequest], Iterable[int]]
 IDLE_SECONDS = 0.02
@@ -259,16 +260,8 @@ class FakeEngine:
         )
 
     def _ready(self) -> EngineReady:
-        return EngineReady(
-            engine=self._engine,
-            incarnation=self._incarnation,
-            num_blocks=64,
-            kv_cache_tokens=1024,
-            kv_cache_bytes=1 << 20,
-            max_model_len=self._max_model_len,
-            device="none",
-            dtype="float32",
-            backends={},
+        return ready_engine(
+            self._engine, incarnation=self._incarnation, max_model_len=self._max_model_len, device="none"
         )
 
     def _send(self, client: int, message: EngineMessage) -> None:

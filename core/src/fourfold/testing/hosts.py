@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-import signal
+import select
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-_NAME: Final = re.compile(r"fourfold-(\d+)-[ab]")
-"""Of a namespace, with the process that made it: several may have hosts at a time."""
+from fourfold.testing.namespaces import END_SECONDS, end_all, own_names, pids_in, start_keeper, sweep
+
 ADDRESSES: Final = ("10.77.0.1", "10.77.0.2")
 INTERFACE: Final = "cable"
 _MTU: Final = 9000
 """Of a slow cable, whose frames pass through a program: fewer and larger ones."""
-_END_SECONDS: Final = 10.0
+_JOIN_SECONDS: Final = 30.0
 _ROUND_TRIP: Final = """
 import socket, statistics, sys, time
 found = []
@@ -46,36 +43,29 @@ class NoHosts(Exception):
 
 
 class Hosts:
-    """Host 0 and host 1, which end with the ``with`` block, as does all that runs on them."""
+    """Host 0 and host 1, which end with the ``with`` block, as does all that runs on them; with this process at last,
+    even if it is killed. One pair a process at a time.
+    """
 
     def __init__(self, *, delay: float = 0.0, loss: float = 0.0, rate: str = "") -> None:
         """``delay``: seconds that a frame takes, each way; ``loss``: share of frames that get lost; ``rate``: bits a
         second as ``tc`` takes them, such as ``1gbit``. Raises NoHosts with the reason.
         """
-        sweep()
-        self._names = tuple(f"fourfold-{os.getpid()}-{letter}" for letter in "ab")
+        self._names = own_names()
+        self._keeper: subprocess.Popen[str] | None = None
         self._relay: subprocess.Popen[str] | None = None
         self._processes: list[subprocess.Popen[str]] = []
         try:
+            sweep()
+            self._keeper = start_keeper(self._names)
             for name in self._names:
                 _ip("netns", "add", name)
                 _ip("-n", name, "link", "set", "lo", "up")
             if delay or loss:
                 self._join_slowly(delay, loss)
             else:
-                _ip(
-                    "-n",
-                    self._names[0],
-                    "link",
-                    "add",
-                    INTERFACE,
-                    "type",
-                    "veth",
-                    "peer",
-                    INTERFACE,
-                    "netns",
-                    self._names[1],
-                )
+                ends = ("link", "add", INTERFACE, "type", "veth", "peer", INTERFACE, "netns", self._names[1])
+                _ip("-n", self._names[0], *ends)
             for name, address in zip(self._names, ADDRESSES):
                 _ip("-n", name, "address", "add", f"{address}/24", "dev", INTERFACE)
                 _ip("-n", name, "link", "set", INTERFACE, "up")
@@ -85,7 +75,7 @@ class Hosts:
         except (OSError, subprocess.CalledProcessError) as error:
             self.close()
             why = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
-            raise NoHosts(f"this user cannot make network namespaces: {why}") from error
+            raise NoHosts(f"this user cannot make hosts of network namespaces: {why}") from error
 
     def __enter__(self) -> Hosts:
         return self
@@ -131,21 +121,23 @@ class Hosts:
 
     def kill(self, host: int) -> None:
         """End all that runs on a host at once, as the loss of its power does."""
-        _end_all(self._names[host])
+        end_all(self._names[host])
 
     def processes(self, host: int) -> list[int]:
         """What runs on a host."""
-        return _pids(self._names[host])
+        return pids_in(self._names[host])
 
     def close(self) -> None:
-        """Idempotent."""
-        _remove(self._names)
-        for process in self._processes:
-            process.communicate()
-        self._processes.clear()
-        if self._relay is not None:
-            self._relay.communicate()
-            self._relay = None
+        """Idempotent. Raises TimeoutExpired, with the command, for what does not end."""
+        keeper, self._keeper = self._keeper, None
+        relay, self._relay = self._relay, None
+        ended, self._processes = self._processes, []
+        if keeper is not None:
+            keeper.communicate(timeout=3 * END_SECONDS)
+        for process in ended:
+            process.communicate(timeout=END_SECONDS)
+        if relay is not None:
+            relay.communicate(timeout=END_SECONDS)
 
     def _join_slowly(self, delay: float, loss: float) -> None:
         """The interfaces are made here and moved: their other ends stay with the program that carries frames."""
@@ -157,40 +149,20 @@ class Hosts:
             stderr=subprocess.PIPE,
             text=True,
         )
-        if self._relay.stdout is None or self._relay.stdout.readline() != "ready\n":
-            raise NoHosts(f"no TAP interfaces can be made: {self._relay.communicate()[1].strip().splitlines()[-1:]}")
+        if not _says_ready(self._relay):
+            self._relay.kill()
+            _, errors = self._relay.communicate(timeout=END_SECONDS)
+            raise OSError(f"no TAP interfaces within {_JOIN_SECONDS:g} s: {errors.strip().splitlines()[-1:]}")
         for end, name in zip(ends, self._names):
             _ip("link", "set", end, "netns", name)
             _ip("-n", name, "link", "set", end, "name", INTERFACE)
             _ip("-n", name, "link", "set", INTERFACE, "mtu", _MTU)
 
 
-def sweep() -> None:
-    """Remove the hosts of processes that have gone."""
-    listed = subprocess.run(["ip", "netns", "list"], check=False, capture_output=True, text=True).stdout
-    found = [match for match in map(_NAME.match, listed.splitlines()) if match is not None]
-    _remove([match[0] for match in found if not Path(f"/proc/{match[1]}").exists() or int(match[1]) == os.getpid()])
-
-
-def _remove(names: Iterable[str]) -> None:
-    for name in names:
-        _end_all(name)
-        subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
-
-
-def _end_all(name: str) -> None:
-    """Kill until nothing is left: a process may be starting another one."""
-    pause, deadline = threading.Event(), time.monotonic() + _END_SECONDS
-    while (pids := _pids(name)) and time.monotonic() < deadline:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        pause.wait(0.01)
-
-
-def _pids(name: str) -> list[int]:
-    found = subprocess.run(["ip", "netns", "pids", name], check=False, capture_output=True, text=True)
-    return [int(pid) for pid in found.stdout.split()]
+def _says_ready(process: subprocess.Popen[str]) -> bool:
+    if process.stdout is None or not select.select([process.stdout], [], [], _JOIN_SECONDS)[0]:
+        return False
+    return process.stdout.readline() == "ready\n"
 
 
 def _without_proxies(environment: Mapping[str, str]) -> dict[str, str]:

@@ -30,7 +30,7 @@ class ModelWeights:
         self.reading = RecordedFormat(checkpoint.format)
         """Knows which parts this rank takes; reads nothing more."""
         self._built = built
-        holders = (built.linear_method, built.expert_memory)
+        holders = (built.linear_method, built.weight_memory)
         self._releasable = [one for one in holders if isinstance(one, ReleasableWeights)]
         self._are_lost = True
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fourfold.config.parallel_config import MEASURED_PARTITION
 from fourfold.models.layer_costs import stage_costs, stage_memory
-from fourfold.models.parallel_limits import check_cut
+from fourfold.models.parallel_limits import check_layout
 from fourfold.models.stage_partition import Stage, StageCosts, partition, stages
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def choose_stage(
 
     Raises ConfigError for a model that cannot be cut so, or does not fit the stages' memory.
     """
-    check_cut(description, config.parallel)
+    check_layout(description, config)
     sizes = config.parallel.layers_of_stages
     if parallel.pp.world_size == 1:
         sizes = (description.num_layers,)
