@@ -23,6 +23,7 @@ SCRIPTS = [
     "all_reduce.py",
     "pipeline_transport.py",
     "expert_parallel.py",
+    "microbatches.py",
     "latent_cache.py",
     "pipeline.py",
 ]

@@ -18,6 +18,7 @@ from fourfold.contracts.step_part import StepVote
 from fourfold.models.description import MixtureDescription
 from fourfold.testing import moe_cases as cases
 from fourfold.testing.communicator_cases import connected
+from fourfold.testing.modelled_link import ModelledLink, VirtualClock, overlapped_seconds
 from fourfold.testing.rank_process import Rank
 from fourfold.testing.ranks import RankPool
 from fourfold_moe_ep.overlap import Overlap
@@ -25,60 +26,6 @@ from fourfold_moe_ep.overlap import Overlap
 Pool = Callable[[int], RankPool]
 WORK = StepVote(has_work=True, may_pause=False)
 NUM_LAYERS = 6
-
-
-class Link:
-    """A communicator of one rank whose sums take a while on a link of their own, in the time of a clock.
-
-    A sum doubles what it is given, so that a missing one shows.
-    """
-
-    rank, world_size, channels = 0, 2, 2
-
-    def __init__(self, clock: Any, seconds: float) -> None:
-        self._clock, self._seconds = clock, seconds
-        self._free_at = 0.0
-        self.trace: list[str] = []
-
-    def start_all_reduce(self, tensor: torch.Tensor, *, channel: int = 0) -> Any:
-        self._free_at = max(self._free_at, self._clock.now()) + self._seconds
-        self.trace.append(f"start {channel}")
-        return PendingSum(self, tensor, channel, self._free_at)
-
-    def all_reduce(self, tensor: torch.Tensor, *, channel: int = 0) -> torch.Tensor:
-        found: torch.Tensor = self.start_all_reduce(tensor, channel=channel).wait()
-        return found
-
-    def arrive(self, channel: int, at: float) -> None:
-        self._clock.wait(at)
-        self.trace.append(f"sum {channel}")
-
-
-class PendingSum:
-    def __init__(self, link: Link, tensor: torch.Tensor, channel: int, at: float) -> None:
-        self._link, self._tensor, self._channel, self._at = link, tensor, channel, at
-
-    def wait(self) -> torch.Tensor:
-        self._link.arrive(self._channel, self._at)
-        return 2 * self._tensor
-
-
-class VirtualClock:
-    def __init__(self) -> None:
-        self._now = 0.0
-
-    def now(self) -> float:
-        return self._now
-
-    def wait(self, until: float) -> None:
-        self._now = max(self._now, until)
-
-
-class RealClock:
-    now = staticmethod(time.perf_counter)
-
-    def wait(self, until: float) -> None:
-        time.sleep(max(0.0, until - self.now()))
 
 
 def overlap(**options: Any) -> Overlap:
@@ -105,47 +52,25 @@ def run(link: Any, clock: Any, compute: float, *, num_tokens: int, least: int) -
     return torch.cat(turns([partial(body, x[:half]), partial(body, x[half:])]))
 
 
-def event_model(compute: float, travel: float) -> float:
-    """By hand: each part of each half computes when the processor is free and its last sum is there."""
-    processor = link = 0.0
-    there = [0.0, 0.0]
-    for _ in range(2 * NUM_LAYERS):
-        for half in range(2):
-            processor = max(processor, there[half]) + compute
-            link = max(link, processor) + travel
-            there[half] = link
-    return max(there)
-
-
 @pytest.mark.parametrize(("compute", "travel"), [(4.0, 4.0), (8.0, 2.0), (2.0, 8.0), (4.0, 0.0)])
 def test_the_makespan_is_that_of_the_event_model(compute: float, travel: float) -> None:
     clock = VirtualClock()
-    found = run(Link(clock, travel), clock, 2 * compute, num_tokens=8, least=8)
+    found = run(ModelledLink(clock, travel), clock, 2 * compute, num_tokens=8, least=8)
     assert found.tolist() == [4.0**NUM_LAYERS * token for token in range(8)]
-    assert clock.now() == event_model(compute, travel)
+    assert clock.now() == overlapped_seconds(2 * NUM_LAYERS, compute, travel)
 
 
 def test_below_the_threshold_it_is_the_serial_time() -> None:
     clock = VirtualClock()
-    link = Link(clock, 4.0)
+    link = ModelledLink(clock, 4.0)
     run(link, clock, 8.0, num_tokens=7, least=8)
     assert clock.now() == pytest.approx(2 * NUM_LAYERS * (8.0 + 4.0))
     assert set(link.trace) == {"start 0", "sum 0"}
 
 
-def test_a_link_of_sleeps_is_overlapped() -> None:
-    """A sum of half the tokens takes half as long, so that 12 serial ones and what is computed take 1.2 s."""
-    clock = RealClock()
-    started = clock.now()
-    run(Link(clock, 0.025), clock, 0.050, num_tokens=8, least=8)
-    taken = clock.now() - started
-    assert taken < 1.25 * event_model(0.025, 0.025)
-    assert 2 * NUM_LAYERS * (0.050 + 0.050) / taken > 1.6
-
-
 def test_one_half_computes_while_the_sum_of_the_other_travels() -> None:
     clock = VirtualClock()
-    link = Link(clock, 1.0)
+    link = ModelledLink(clock, 1.0)
     run(link, clock, 1.0, num_tokens=2, least=2)
     assert link.trace[:6] == ["start 0", "start 1", "sum 0", "start 0", "sum 1", "start 1"]
 
