@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -15,13 +16,23 @@ import torch
 
 from fourfold.config.parallel_config import ParallelConfig
 from fourfold.contracts.step_part import StepVote
-from fourfold.testing.modelled_link import ModelledLink, SleepingClock, overlapped_seconds
+from fourfold.testing.modelled_link import ModelledLink, overlapped_seconds
 from fourfold_moe_ep.overlap import Overlap
 
 NUM_SUMS = 24
 TOKENS = 8
 CASES = ((0.010, 0.010), (0.016, 0.004), (0.004, 0.016))
 """Seconds of a microbatch between two sums, and of its sum."""
+
+
+class SleepingClock:
+    """See ``fourfold.testing.modelled_link.Clock``."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def wait(self, until: float) -> None:
+        time.sleep(max(0.0, until - self.now()))
 
 
 def seconds(compute: float, travel: float, *, microbatches: bool) -> float:

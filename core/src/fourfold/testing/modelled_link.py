@@ -1,8 +1,7 @@
-"""A link whose sums take a while, in virtual time or by sleeping, and what microbatches can at best make of it."""
+"""A link whose sums take a while, in the time of a clock, and what microbatches can at best make of it."""
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -32,18 +31,6 @@ class VirtualClock:
     def wait(self, until: float) -> None:
         """See Clock."""
         self._now = max(self._now, until)
-
-
-class SleepingClock:
-    """The time of this machine."""
-
-    def now(self) -> float:
-        """See Clock."""
-        return time.perf_counter()
-
-    def wait(self, until: float) -> None:
-        """See Clock."""
-        time.sleep(max(0.0, until - self.now()))
 
 
 class ModelledLink:
