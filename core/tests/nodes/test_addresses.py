@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from fourfold.errors import ConfigError
-from fourfold.nodes.addresses import address_towards, listening_address, own_address, tcp_url
+from fourfold.nodes.addresses import address_towards, listening_address, node_name, own_address, tcp_url
 
 
 def test_an_interface_or_an_address_of_this_host() -> None:
@@ -36,6 +38,16 @@ def test_the_way_to_a_host() -> None:
     assert address_towards("127.0.0.1") == "127.0.0.1"
     with pytest.raises(ConfigError, match=r"no way to 'no\.such\.host\.invalid'"):
         address_towards("no.such.host.invalid")
+
+
+def test_nodes_of_one_host_have_names_of_their_own() -> None:
+    first = node_name("127.0.0.1")
+    for host in ("127.0.0.1", "localhost"):
+        second = node_name("127.0.0.1", joins=host)
+        assert second != first
+        assert f"process {os.getpid()} (127.0.0.1)" in second
+    for host in ("127.0.0.2", "192.0.2.1", "no.such.host.invalid"):
+        assert node_name("127.0.0.1", joins=host) == first
 
 
 def test_urls() -> None:

@@ -69,7 +69,8 @@ class HeadlessNode:
         nodes = config.nodes
         self._url = tcp_url(nodes.data_parallel_address, nodes.data_parallel_rpc_port)
         self._source = own_address(nodes.node_interface, option="--node-interface") if nodes.node_interface else None
-        self.name = node_name(self._source or address_towards(nodes.data_parallel_address))
+        head = nodes.data_parallel_address
+        self.name = node_name(self._source or address_towards(head), joins=head)
         self._ends: queue.SimpleQueue[Failure | None] = queue.SimpleQueue()
         self._ending = False
         self._connection: NodeConnection | None = None

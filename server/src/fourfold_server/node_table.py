@@ -16,7 +16,7 @@ import msgspec
 from fourfold.config.engine_config import EngineConfig
 from fourfold.config.node_plan import NodePlan
 from fourfold.messages import EngineDead, EngineNotice, EngineReady
-from fourfold.nodes.addresses import node_name
+from fourfold.nodes.addresses import listening_address, node_name
 from fourfold.supervision.run_directory import RunDirectory
 
 _FILE = "nodes.json"
@@ -97,8 +97,11 @@ def open_node_table(run_directory: RunDirectory, config: EngineConfig, plan: Nod
     """With the node that answers requests, which is this one."""
     nodes = config.nodes
     name = os.uname().nodename
-    if plan.elsewhere or nodes.nnodes > 1:
-        name = node_name(nodes.master_address if nodes.nnodes > 1 else nodes.data_parallel_address)
+    if nodes.nnodes > 1:
+        name = node_name(listening_address(nodes.master_address, nodes.node_interface, option="--master-address"))
+    elif plan.elsewhere:
+        own = listening_address(nodes.data_parallel_address, nodes.node_interface, option="--data-parallel-address")
+        name = node_name(own)
     replicas = [plan.first_rank + engine for engine in plan.local]
     return NodeTable(run_directory, name, replicas, first_rank=plan.first_rank)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 
 import psutil
@@ -63,14 +64,27 @@ def address_towards(host: str) -> str:
         raise ConfigError(f"there is no way to {host!r}: {error.strerror or error}") from error
 
 
-def node_name(address: str) -> str:
-    """What messages call this node."""
-    return f"{socket.gethostname()} ({address})"
+def node_name(address: str, *, joins: str | None = None) -> str:
+    """What messages call this node. ``joins`` is the host of the node that it joins, where it is not the first one:
+    where both are one, their processes tell them apart.
+    """
+    host = socket.gethostname()
+    if joins is not None and address in _addresses_of(joins):
+        host = f"{host} process {os.getpid()}"
+    return f"{host} ({address})"
 
 
 def tcp_url(host: str, port: int | str) -> str:
     """``tcp://HOST:PORT``, with an IPv6 address in brackets."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def _addresses_of(host: str) -> set[str]:
+    """None for one that is not known."""
+    try:
+        return {str(found[4][0]) for found in socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)}
+    except OSError:
+        return set()
 
 
 def _interfaces() -> dict[str, list[str]]:

@@ -92,7 +92,7 @@ class MpExecutor(RankExecutor):
 def part_of(context: ExecutorContext, place: int, *, address: str | None = None) -> Part:
     """The ranks of node ``place``; consecutive ones, so that tensor parallelism stays inside a node if it fits.
 
-    ``address`` is the node's; by default it is the one with the engine.
+    ``address`` is this node's, which joins the one with the engine; without it this is that one.
     """
     nodes = context.config.nodes
     count = context.layout.engine_world_size // nodes.nnodes
@@ -104,7 +104,7 @@ def part_of(context: ExecutorContext, place: int, *, address: str | None = None)
         ranks=range(place * count, (place + 1) * count),
         local_start=context.local_start,
         local_workers=context.local_workers,
-        node=node_name(own) if several else "",
+        node=node_name(own, joins=None if address is None else nodes.master_address) if several else "",
         address=own,
     )
 

@@ -12,7 +12,7 @@ import msgspec
 from fourfold.entries import ExecutorContext
 from fourfold.errors import EngineError
 from fourfold.manifest import fingerprint
-from fourfold.nodes.addresses import address_towards, node_name, own_address, tcp_url
+from fourfold.nodes.addresses import address_towards, own_address, tcp_url
 from fourfold.nodes.connection import NodeConnection
 from fourfold.nodes.secret import required_secret
 from fourfold.plugins import load_plugins
@@ -53,7 +53,7 @@ class Follower:
         self._source = own_address(nodes.node_interface, option="--node-interface") if nodes.node_interface else None
         address = self._source or address_towards(nodes.master_address)
         self._part = part_of(context, nodes.node_rank, address=address)
-        self.name = node_name(address)
+        self.name = self._part.node
         self._stopped = False
         self._ends: queue.SimpleQueue[_End] = queue.SimpleQueue()
 
