@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from fourfold_executor_ray.cluster import nodes
 from fourfold_executor_ray.environment import shared_variables
 from fourfold_executor_ray.group import BundleGroup
 from fourfold_executor_ray.messages import Invitation, NodeOrders, Plan, RankOrders
@@ -72,6 +73,11 @@ class Actors:
             # Ray waits for the door, if that is still to be opened, and hands over its path.
             ends.append(handle.serve.remote(msgspec.msgpack.encode(orders), doors[self.places[rank]]).future())
         return Started({number: door.future() for number, door in doors.items() if number}, ends)
+
+    def stranded(self) -> list[int]:
+        """Ranks on nodes that Ray has given up. Of an actor that was yet to start there Ray itself may never tell."""
+        alive = {node.id for node in nodes()}
+        return [rank for rank, place in enumerate(self._seats) if place.slot.node.id not in alive]
 
     def kill(self) -> None:
         """End them all at once."""

@@ -17,6 +17,7 @@ import queue
 import subprocess
 import threading
 import time
+from collections.abc import Collection
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -43,6 +44,8 @@ from fourfold_executor_ray.session import start_watchman
 logger = logging.getLogger(__name__)
 
 _ORDER_TIMEOUT: Final = 30.0
+_LOOK_EVERY: Final = 1.0
+"""Seconds between looks at nodes that are yet to connect."""
 _PATIENCE: Final = 2.5
 """Seconds at the end for ranks to let their workers go."""
 
@@ -111,7 +114,7 @@ class Driver:
                 opening.add_done_callback(partial(self._note_opening, place))
             for rank, end in enumerate(started.ends):
                 end.add_done_callback(partial(self._note_end, rank))
-            self._watch(actors)
+            self._watch(actors, started.gates.values())
         finally:
             group.remove()
             if plan.address:
@@ -142,15 +145,22 @@ class Driver:
             raise EngineError("the start was given up")
         return event
 
-    def _watch(self, actors: Any) -> None:
-        """Tell of ends until the executor wants them all."""
+    def _watch(self, actors: Any, gates: Collection[Future[str]]) -> None:
+        """Tell of ends until the executor wants them all; of nodes until they are connected, which then tell more."""
         ended: set[int] = set()
         until: float | None = None
         while len(ended) < actors.count or until is None:
+            look = until is None and not all(gate.done() for gate in gates)
+            wait = _LOOK_EVERY if look else None if until is None else max(0.0, until - time.monotonic())
             try:
-                event = self._events.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
+                event = self._events.get(timeout=wait)
             except queue.Empty:
-                break
+                if not look:
+                    break
+                for rank in set(actors.stranded()) - ended:
+                    ended.add(rank)
+                    self.report(Lost(rank=rank, cause="its node has died"))
+                continue
             if event is None:
                 until = until or time.monotonic() + _PATIENCE
             elif isinstance(event, End):
