@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -109,22 +110,24 @@ class Server:
 
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels."""
-        with self.client() as client:
-            lines = client.get("/metrics").text.splitlines()
-        values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name]
-        assert values, f"no metric {name} in {lines}"
-        return sum(values)
+        found = self.series(name)
+        assert found, f"no metric {name}"
+        return sum(value for _, value in found)
 
     def metric_of(self, name: str, **labels: str) -> float:
         """The sum of a metric over the series with these labels."""
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        return sum(value for series, value in self.series(name) if all(label in series for label in wanted))
+
+    def series(self, name: str) -> list[tuple[str, float]]:
+        """Labels and value of each series of a metric, as one API server knows them.
+
+        Another API server may not have heard yet: figures to be compared come from one call.
+        """
         with self.client() as client:
             lines = client.get("/metrics").text.splitlines()
-        wanted = [f'{key}="{value}"' for key, value in labels.items()]
-        return sum(
-            float(line.rsplit(" ", 1)[1])
-            for line in lines
-            if line.split("{")[0] == name and all(label in line for label in wanted)
-        )
+        found = [line.rsplit(" ", 1) for line in lines if re.split(r"[{ ]", line, maxsplit=1)[0] == name]
+        return [(series, float(value)) for series, value in found]
 
     @property
     def parent(self) -> psutil.Process:
