@@ -131,7 +131,10 @@ def suitability(entry: Entry[Any], config: EngineConfig) -> Suitability:
 
 
 def explain(config: EngineConfig, registry: PluginRegistry) -> list[Explanation]:
-    """For every kind that is picked by name: its entries with their scores, and what ``config`` picks."""
+    """For every kind that is picked by name: its entries with their scores, and what ``config`` picks.
+
+    ``config`` as ``fourfold.config.resolution.settle`` leaves it.
+    """
     backends = config.backends
     layers = registry.parallel_layers()
     kinds = [kind for kind in LAYER_KINDS if any(kind == other for other, _ in layers)]
@@ -153,7 +156,13 @@ def explain(config: EngineConfig, registry: PluginRegistry) -> list[Explanation]
         ("operators", registry.operators(), backends.operators),
         ("experts", registry.experts(), backends.experts),
         *((f"{kind} parallel layer", _of_layer_kind(layers, kind), layer_names[kind]) for kind in kinds),
+        ("tokenizer", registry.tokenizers(), config.model.tokenizer),
     ]
+    if config.parallel.enable_expert_parallel:
+        rows.append(("expert placement", registry.expert_placements(), backends.expert_placement))
+        rows.append(("rebalancer", registry.rebalancers(), backends.rebalancer))
+        if config.parallel.lockstep or backends.all_to_all != AUTO:  # else ranks have each other's tokens
+            rows.append(("all-to-all", registry.all_to_alls(), backends.all_to_all))
     return [_explain(noun, entries, name, config) for noun, entries, name in rows]
 
 
