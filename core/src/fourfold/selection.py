@@ -89,7 +89,13 @@ def select_parallel_layers(
     entries: Mapping[tuple[LayerKind, str], ParallelLayerEntry], kinds: Sequence[LayerKind], config: EngineConfig
 ) -> dict[LayerKind, Selection[ParallelLayerEntry]]:
     """One parallel layer of each of ``kinds``, as ``--parallel-layer`` says. Raises as ``select`` does."""
-    names = names_by_key("--parallel-layer", config.backends.parallel_layer, LAYER_KINDS)
+    asked = config.backends.parallel_layer
+    names = names_by_key("--parallel-layer", asked, LAYER_KINDS)
+    having = [kind for kind in LAYER_KINDS if (kind, asked) in entries]
+    lacking = next((kind for kind in kinds if asked != AUTO and kind not in having), None)
+    if having and lacking:
+        keyed = ",".join(f"{kind}={asked}" for kind in having)
+        raise ConfigError(f"--parallel-layer is {asked!r}, and {lacking} has no layer of that name; write {keyed}")
     return {
         kind: select(f"{kind} parallel layer", _of_layer_kind(entries, kind), names[kind], config) for kind in kinds
     }
