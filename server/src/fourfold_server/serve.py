@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from fourfold_server.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
-_SUMMARY: Final = "Serve MODEL over the OpenAI API: a folder, a .gguf file, a hub id as org/name, or smollm2, the default."
+_SUMMARY: Final = "Serve MODEL over the OpenAI API: a folder, a .gguf file, a hub id as org/name; default: smollm2."
 
 
 def build_command() -> click.Command:
