@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fourfold.config.node_plan import plan_nodes, spread_replicas
+from fourfold.config.node_plan import check_offline_nodes, plan_nodes, spread_replicas
 from fourfold.config.options import build_engine_config
 from fourfold.errors import ConfigError
 
@@ -70,6 +70,15 @@ def test_an_engine_over_nodes_has_as_many_ranks_on_each() -> None:
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         plan_nodes(build_engine_config(**{"data_parallel_size": 4, "tensor_parallel_size": 2, **options}))
+
+
+@pytest.mark.parametrize(
+    "options", [{"headless": True}, {"data_parallel_rank": 0}, {"data_parallel_size_local": 1, "data_parallel_size": 2}]
+)
+def test_a_program_has_no_replicas_on_other_nodes(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"^--[a-z-]+ is \w+, .* for fourfold serve alone; leave it out"):
+        check_offline_nodes(build_engine_config(**options).nodes)
+    check_offline_nodes(build_engine_config(nnodes=2, master_address="10.0.0.1", data_parallel_size=2).nodes)
 
 
 def test_replicas_of_several_nodes_are_whole_on_each() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from fourfold.config.engine_config import EngineConfig
 from fourfold.config.node_config import NodeConfig
@@ -72,6 +72,17 @@ def spread_replicas(config: EngineConfig) -> EngineConfig:
         data_parallel_rpc_port=nodes.master_port,
     )
     return replace(config, nodes=own)
+
+
+def check_offline_nodes(nodes: NodeConfig) -> None:
+    """Refuse what only servers do: answer for replicas on other nodes, or have them. Raises ConfigError."""
+    for field in fields(nodes):
+        value = getattr(nodes, field.name)
+        if field.name.startswith(("headless", "data_parallel")) and value != field.default:
+            raise ConfigError(
+                f"--{field.name.replace('_', '-')} is {value}, and replicas on other nodes are for fourfold serve "
+                "alone; leave it out"
+            )
 
 
 def plan_nodes(config: EngineConfig) -> NodePlan:
