@@ -11,6 +11,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from fourfold_kernels_triton.lone_parser import parse_one_at_a_time
+
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {
     torch.float32: "*fp32",
@@ -85,5 +87,6 @@ class Launches:
 
     def compile(self) -> list[tuple[Launch, Any]]:
         """All that was noted, in parallel."""
+        parse_one_at_a_time()
         with ThreadPoolExecutor(2) as pool:
             return list(zip(self.noted, pool.map(Launch.compile, self.noted)))

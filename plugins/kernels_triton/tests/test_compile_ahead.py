@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from threading import Event, Timer
+from time import sleep
 
 import pytest
 import torch
 
 from fourfold_kernels_triton.compile_ahead import compile_instead
+from fourfold_kernels_triton.kernels.routing import choose_rows
 from fourfold_kernels_triton.launch import launch, settle
 
 DEVICE = torch.device("cuda")
@@ -36,6 +40,24 @@ class Kernel:
 @pytest.fixture(autouse=True)
 def no_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+
+
+def test_threads_parse_kernels_one_at_a_time(monkeypatch):
+    compile_instead(DEVICE)
+    inside, most = [], []
+
+    def parse(source, *args):
+        inside.append(source)
+        most.append(len(inside))
+        sleep(0.01)  # lets others in, as building a large tree does
+        inside.pop()
+        return tree
+
+    tree = ast.parse(choose_rows.src)
+    with monkeypatch.context() as patched, ThreadPoolExecutor(4) as pool:
+        patched.setattr(ast, "parse", parse)
+        trees = list(pool.map(lambda _: choose_rows.parse(), range(8)))
+    assert (trees, max(most)) == ([tree] * 8, 1)
 
 
 def test_equal_starts_are_compiled_once_as_they_would_be_launched():

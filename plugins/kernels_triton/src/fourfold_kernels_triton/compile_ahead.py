@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fourfold_kernels_triton.launch import note_compilation, triton_options
+from fourfold_kernels_triton.lone_parser import parse_one_at_a_time
 
 
 def compile_instead(device: torch.device) -> Callable[..., None]:
@@ -21,6 +22,7 @@ def compile_instead(device: torch.device) -> Callable[..., None]:
 
     Equal starts are compiled once a process. The first real ``launch`` of a kernel waits for what is compiled of it.
     """
+    parse_one_at_a_time()
 
     def start(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         kinds = tuple(one.dtype if isinstance(one, torch.Tensor) else one for one in args)
