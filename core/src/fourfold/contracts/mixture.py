@@ -70,7 +70,7 @@ class AllToAll(Protocol):
     ) -> None:
         """Start sending ``x`` [T, H], with ``ids`` int32 [T, K] of physical experts and ``weights`` fp32 [T, K].
 
-        ``sizes`` are the tokens of every rank, as all ranks have agreed on them.
+        ``sizes`` are the tokens of every rank, as all ranks have agreed on them. The tensors stay as they are.
         """
 
     def dispatch_receive(self, *, channel: int = 0) -> DispatchedTokens:
@@ -80,7 +80,7 @@ class AllToAll(Protocol):
         """Start sending back ``partial`` [R, H]: for each row that arrived, the sum over this rank's experts."""
 
     def combine_receive(self, *, channel: int = 0) -> torch.Tensor:
-        """[T, H]: each token's partial sums, added in the order of ranks."""
+        """[T, H]: each token's partial sums, added in the order of ranks; no call of another channel changes it."""
 
     def close(self) -> None:
         """Release everything; idempotent."""
