@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from fourfold.distributed.ballot import Ballot
 from fourfold.entries import AllToAllContext
 from fourfold.errors import ConfigError
 from fourfold.layers.backends import build_backend
 from fourfold.layers.partition import cut_evenly
 from fourfold.models.microbatches import cut_tokens
 from fourfold.selection import AUTO, select
-from fourfold_moe_ep.ballot import Ballot
 from fourfold_moe_ep.expert_copies import first_map
 from fourfold_moe_ep.held_experts import HeldExperts
 from fourfold_moe_ep.overlap import overlap_of
