@@ -166,6 +166,7 @@ def test_the_engines_sleep_and_take_other_weights_together(
 LAYOUTS = {
     "tp 2": ["--tensor-parallel-size", "2"],
     "pp 2": ["--pipeline-parallel-size", "2", "--all-to-all", "all_to_all_single"],
+    "pp 2, measured": ["--pipeline-parallel-size", "2", "--pipeline-partition", "auto:measure"],
     "tp 2, pp 2": ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"],
     "over tcp": ["--comm", "gloo"],
     "microbatches": ["--enable-dbo", "--dbo-decode-tokens", "2", "--dbo-prefill-tokens", "2"],
