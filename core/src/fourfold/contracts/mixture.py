@@ -106,7 +106,10 @@ class ExpertMap:
 
 
 class Rebalancer(Protocol):
-    """Decides which experts get copies and where they go; deterministic, so that every rank decides alike."""
+    """Decides which experts get copies and where they go. The first rank asks, between two steps, for all."""
 
     def balance(self, load: NDArray[np.float64], num_ranks: int, num_slots: int) -> ExpertMap:
-        """``load`` [L, E] is the share of tokens of each logical expert; ``num_slots`` is P, over all ranks."""
+        """``load`` [L, E] is the share of tokens of each logical expert; ``num_slots`` is P, over all ranks.
+
+        Where it raises, takes long, or gives a map without a copy of some expert, experts stay where they are.
+        """

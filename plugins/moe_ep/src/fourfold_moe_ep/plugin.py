@@ -117,7 +117,14 @@ def fourfold_expert_placements() -> list[ExpertPlacementEntry]:
 @hookimpl
 def fourfold_rebalancers() -> list[RebalancerEntry]:
     """Offer ``greedy``."""
-    return [RebalancerEntry(name="greedy", build=_build_greedy, summary="copies of the hottest, heaviest first")]
+    return [
+        RebalancerEntry(
+            name="greedy",
+            build=_build_greedy,
+            summary="copies of the hottest, heaviest first",
+            suits=lambda config: Suitability(score=10, reason="near perfect balance with one copy a rank"),
+        )
+    ]
 
 
 def _suits_layer(config: EngineConfig) -> Suitability:

@@ -58,7 +58,12 @@ class ExpertSpread:
         backends = context.config.backends
         placement = select("expert placement", registry.expert_placements(), backends.expert_placement, context.config)
         self.placement = placement.entry.name
-        self.owners = placement.entry.build(None).place(self.num_physical, self.world_size)
+        self.owners = tuple(placement.entry.build(None).place(self.num_physical, self.world_size))
+        if len(self.owners) != self.num_physical or not set(self.owners) <= set(range(self.world_size)):
+            raise ConfigError(
+                f"expert placement {self.placement!r} puts experts on ranks {list(self.owners)}; it is to give a rank "
+                f"from 0 to {self.world_size - 1} for each of {self.num_physical}"
+            )
         self.local = [expert for expert, owner in enumerate(self.owners) if owner == self.rank]
         """Physical experts of this rank, by slot."""
         slots = torch.full((self.num_physical + 1,), -1, dtype=torch.int32)
