@@ -34,7 +34,8 @@ class Experts(Protocol):
         """``down(act(gate(x)) * up(x))`` of each row's experts, weighted and summed.
 
         ``x`` [R, H]; ``ids`` int32 [R, K], each a local slot or -1; ``weights`` fp32 [R, K] -> [R, H] in the dtype of
-        ``x``. The values of a row whose ids are all -1 do not matter, NaN included, and it gives 0.
+        ``x``. The values of a row whose ids are all -1 do not matter, NaN included, and it gives 0. No row depends on
+        another one, and the tensors stay as they are.
         """
 
 
