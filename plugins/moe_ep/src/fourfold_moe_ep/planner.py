@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fourfold.contracts.mixture import Rebalancer
 
 PLAN_SECONDS: Final = 10.0
-"""For one answer, in which the engines stand still."""
+"""For one answer, in which the engines stand still; less where ranks wait less for each other."""
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import torch
 from fourfold.errors import FourfoldError
 from fourfold_moe_ep.expert_copies import map_of
 from fourfold_moe_ep.expert_moves import moves_of, settle
-from fourfold_moe_ep.planner import Planner
+from fourfold_moe_ep.planner import PLAN_SECONDS, Planner
 from fourfold_moe_ep.rebalancer import balancedness, rank_loads
 
 if TYPE_CHECKING:
@@ -59,16 +59,18 @@ class Rebalancing:
         interval: int,
         least_gain: float,
         repeats: int = 1,
+        plan_seconds: float = PLAN_SECONDS,
     ) -> None:
         """``held`` is one a layer, and may grow until the first step; ``owners`` is the rank of each physical expert;
-        ``interval`` counts steps; ``repeats`` is how many ranks count the same token.
+        ``interval`` counts steps; ``repeats`` is how many ranks count the same token; ``plan_seconds`` is how long the
+        rebalancer may think, while all ranks wait.
         """
         self._held = held
         self._communicator = communicator
         self._owners = list(owners)
         self._world_size = 1 if communicator is None else communicator.world_size
         self._rank = 0 if communicator is None else communicator.rank
-        self._planner = Planner(rebalancer, owners, self._world_size)
+        self._planner = Planner(rebalancer, owners, self._world_size, seconds=plan_seconds)
         self._interval = interval
         self._least_gain = least_gain
         self._repeats = repeats

@@ -18,6 +18,7 @@ from fourfold.selection import AUTO, select
 from fourfold_moe_ep.expert_copies import first_map
 from fourfold_moe_ep.held_experts import HeldExperts
 from fourfold_moe_ep.overlap import overlap_of
+from fourfold_moe_ep.planner import PLAN_SECONDS
 from fourfold_moe_ep.rebalancing import Rebalancing
 from fourfold_moe_ep.settings import settings_of
 from fourfold_moe_ep.streamed_wire import StreamedWire
@@ -100,6 +101,8 @@ class ExpertSpread:
                 interval=self._settings.rebalance_interval,
                 least_gain=self._settings.rebalance_gain,
                 repeats=self.world_size if self.wire is None else 1,
+                # A rank that waits for longer than that takes the others for dead.
+                plan_seconds=min(PLAN_SECONDS, context.config.timeouts.rpc_timeout / 2),
             )
 
     def hold(self, experts: Experts, mixture: MixtureDescription, context: ParallelLayerContext) -> HeldExperts:
