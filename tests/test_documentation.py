@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+
+from fourfold.offers import OFFER_KINDS
+from fourfold.plugins import load_plugins
 
 ROOT = Path(__file__).parent.parent
 CORE = ROOT / "core/src/fourfold"
@@ -29,3 +33,16 @@ def test_the_architecture_names_no_package_that_is_not_there() -> None:
 def test_the_readme_shows_both_commands_first() -> None:
     text = (ROOT / "README.md").read_text()
     assert text.index("make serve") < text.index("make test") < text.index("curl ")
+
+
+def test_the_readme_has_every_backend_that_an_option_names() -> None:
+    shown, option = set(), ""
+    for line in (ROOT / "README.md").read_text().splitlines():
+        if line.startswith("| ") and line.endswith("` |"):
+            _, _, named, backends, distribution, _ = (cell.strip(" `") for cell in line.split("|"))
+            option = named or option
+            shown |= {(option, name, distribution) for name in re.findall(r"[\w-]+(?=$|[:`])", backends)}
+    offered = {
+        (OFFER_KINDS[one.kind].option, one.entry.name, one.origin.distribution) for one in load_plugins().offered
+    }
+    assert not {row for row in offered - shown if row[0]}

@@ -11,13 +11,17 @@ from typing import Any
 import pytest
 
 from fourfold.config.engine_config import EngineConfig
-from fourfold.entries import Entry
+from fourfold.config.model_config import ModelConfig
+from fourfold.config.parallel_config import ParallelConfig
+from fourfold.entries import Entry, LoadBalancerEntry
 from fourfold.errors import ConfigError
 from fourfold.hook_checks import hook_specifications
 from fourfold.hookspecs import CONTRACT_VERSION, MODULES
 from fourfold.messages import EngineStats, FinishReason, RequestOutput
 from fourfold.offers import OFFER_KINDS
 from fourfold.plugins import load_plugins
+from fourfold.selection import explain
+from fourfold.testing.load_balancer import LoadBalancerConformance
 from fourfold.testing.ready_engine import ready_engine
 
 from .distributions import ROOT
@@ -83,6 +87,29 @@ def test_the_example_of_an_offer_loads(kind: str) -> None:
     assert type(entry) is OFFER_KINDS[kind].entry
     assert isinstance(entry, Entry)
     assert entry.suits(EngineConfig()).score > 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_installing_every_example_changes_no_choice(dtype: Any) -> None:
+    spread = ParallelConfig(data_parallel_size=2, enable_expert_parallel=True)
+    config = EngineConfig(model=ModelConfig(dtype=dtype), parallel=spread)
+    silent = OFFER_KINDS.keys() - {"attention_backends"}  # whose example claims to be the better one
+    examples = {f"example-{kind}": plugin(f"fourfold_{kind}") for kind in silent}
+    found = explain(config, load_plugins(extra=examples))
+    assert {one.kind: one.reason for one in found} == {one.kind: one.reason for one in explain(config, load_plugins())}
+    assert {"tokenizer", "rebalancer", "all-to-all", "expert placement", "linear method"} <= {one.kind for one in found}
+
+
+class TestExampleOfALoadBalancer(LoadBalancerConformance):
+    """What authors copy passes the kit that they are told of."""
+
+    name = "fewest-requests"
+
+    @pytest.fixture
+    def entry(self) -> LoadBalancerEntry:
+        """The document's."""
+        example = plugin("fourfold_load_balancers")
+        return load_plugins(entry_points=False, extra={"example": example}).load_balancers()[self.name]
 
 
 def test_the_example_of_settings_becomes_options() -> None:

@@ -133,6 +133,9 @@ def test_parallel_layers_are_picked_by_kind():
     config = EngineConfig(backends=BackendConfig(parallel_layer="moe=ep"))
     with pytest.raises(ConfigError, match="moe parallel layer 'ep' cannot run here: so"):
         select_parallel_layers(entries, ["moe"], config)
+    config = EngineConfig(backends=BackendConfig(parallel_layer="ep"))
+    with pytest.raises(ConfigError, match="--parallel-layer is 'ep', and row has no layer of that name; write moe=ep"):
+        select_parallel_layers(entries, ["row", "moe"], config)
 
 
 def test_explain_covers_every_kind_and_says_why():

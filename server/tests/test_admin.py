@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from fourfold.contracts.load_balancer import EngineState
+from fourfold.engine.operations import Call
+from fourfold.errors import ExecutorFailed, RequestError
 from fourfold.messages import RestartEngine
 from fourfold.supervision.deployment_state import DeploymentState, changing_state, read_state
 from fourfold_server.authentication import is_loopback
 from fourfold_server.config import ServerConfig
+from fourfold_server.errors import error_response
+from fourfold_server.operations import Operations
 
 BOTH = ["weights", "kv_cache"]
 
@@ -93,6 +102,45 @@ def test_a_replica_that_others_need_is_not_restarted_alone(start_server: Any) ->
     refused = server.http.post("/admin/replicas/0/restart")
     assert (refused.status_code, "shares its experts" in refused.text) == (400, True)
     assert len(wished) == 1
+
+
+class UnevenEngines:
+    """Two engines, of which the first sleeps, as a client of ``Operations`` sees them."""
+
+    def __init__(self, run_directory: Path) -> None:
+        self.run_directory = run_directory
+        self.engine_states = [EngineState.ASLEEP, EngineState.READY]
+        self.calls: list[str] = []
+
+    def engines_up(self) -> dict[int, int]:
+        return {0: 1, 1: 1}
+
+    def engines_missed(self, engines: dict[int, int]) -> list[int]:
+        return []
+
+    async def call_all(self, calls: Sequence[Call], *, timeout: float, engines: dict[int, int]) -> None:
+        self.calls += [method for method, _ in calls]
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_an_engine_does_not_go_on_without_one_that_it_would_wait_for(tmp_path: Path, bound: bool) -> None:
+    client: Any = UnevenEngines(tmp_path)
+    operations = Operations(client, lambda order: None, timeout=1, bound=bound)
+    asyncio.run(operations.wake_up(["kv_cache"]))
+    assert client.calls == ["pause", "wake_up", *([] if bound else ["resume"])]
+    client.calls.clear()
+    with pytest.raises(RequestError, match="engine 0 sleeps, and the others") if bound else nullcontext():
+        asyncio.run(operations.resume())
+    assert client.calls == ([] if bound else ["resume"])
+    client.engine_states[0] = EngineState.READY
+    asyncio.run(operations.resume())
+    assert client.calls[-1] == "resume"
+
+
+def test_the_death_of_all_engines_in_an_operation_is_worth_another_try() -> None:
+    answer = error_response(ExecutorFailed("engine 0 died during 'sleep': killed by signal 9"))
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert b"engine 0 died during 'sleep': killed by signal 9" in answer.body
 
 
 def test_one_operation_at_a_time(start_server: Any) -> None:

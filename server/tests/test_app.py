@@ -74,6 +74,7 @@ def request(state: ServerState, method: str, path: str, **options: Any) -> httpx
 
 
 KEY = {"authorization": "Bearer key"}
+WITHOUT_BODY = ["pause", "resume", "sleep", "wake_up", "reset_prefix_cache", "replicas/{rank}/restart"]
 
 
 def test_plugins_routes_are_mounted_alone_if_they_are_all(state: ServerState) -> None:
@@ -105,3 +106,9 @@ def test_the_servers_own_routes_are_offers() -> None:
     entries = fourfold_routes()
     assert len({entry.name for entry in entries}) == len(entries)
     assert all(entry.summary for entry in entries)
+
+
+def test_every_route_that_reads_a_body_documents_its_fields(state: ServerState) -> None:
+    posts = {path: route["post"] for path, route in create_app(state).openapi()["paths"].items() if "post" in route}
+    without = {path for path, post in posts.items() if "requestBody" not in post}
+    assert without == {f"/admin/{name}" for name in WITHOUT_BODY}

@@ -108,6 +108,29 @@ def test_refused_fields(server: Any) -> None:
     assert all(added.sampling.max_tokens == 1 for added in server.engine.added)
 
 
+def test_fields_of_other_servers_that_would_change_the_answer_are_refused(server: Any) -> None:
+    schema = {"type": "object"}
+    fields = {
+        "structured_outputs": {"json": schema},
+        "guided_json": schema,
+        "guided_regex": "a+",
+        "guided_choice": ["yes", "no"],
+        "guided_grammar": "root ::= 'a'",
+        "response_format": {"type": "json_object"},
+        "allowed_token_ids": [1],
+        "bad_words": ["a"],
+        "use_beam_search": True,
+        "truncate_prompt_tokens": 1,
+    }
+    for name, value in fields.items():
+        for send in (server.complete, server.chat):
+            reply = send(**{name: value})
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, name), name
+            assert send(**{name: None}, max_tokens=1).status_code == 200
+    for name, value in {"bad_words": [], "use_beam_search": False}.items():
+        assert server.complete(**{name: value}, max_tokens=1).status_code == 200
+
+
 def test_values_that_ask_for_nothing_are_taken(server: Any) -> None:
     for name, value in HARMLESS.items():
         send = server.complete if name in COMPLETION else server.chat

@@ -89,7 +89,7 @@ def test_a_saved_state_gives_the_same_ids_at_every_cut(build: Build, nine_heads:
     with build(nine_heads, load_format="dummy", seed=5, tensor_parallel_size=2) as llm:
         expected = ids(llm)
         llm.save_sharded_state(tmp_path / "two")
-        with pytest.raises(WorkerError, match="is not empty; save the sharded state"):
+        with pytest.raises(WorkerError, match="is not empty; name a new folder"):
             llm.save_sharded_state(tmp_path / "two")
     with build(tmp_path / "two") as llm:
         assert ids(llm) == expected

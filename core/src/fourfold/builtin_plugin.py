@@ -39,6 +39,11 @@ def _lazy(target: str) -> Callable[[Any], Any]:
     return build
 
 
+def _suits_everywhere(config: EngineConfig) -> Suitability:
+    # More than an entry that claims nothing has: installing one changes no choice until somebody names it.
+    return Suitability(score=5, reason="runs anywhere")
+
+
 @hookimpl
 def fourfold_parallel_layers() -> list[ParallelLayerEntry]:
     kinds: list[tuple[LayerKind, str, str]] = [
@@ -67,7 +72,10 @@ def fourfold_parallel_layers() -> list[ParallelLayerEntry]:
 def fourfold_linear_methods() -> list[LinearMethodEntry]:
     return [
         LinearMethodEntry(
-            name="torch", build=_lazy("fourfold.layers.torch_linear:TorchLinearMethod"), summary="torch.nn.functional"
+            name="torch",
+            build=_lazy("fourfold.layers.torch_linear:TorchLinearMethod"),
+            summary="torch.nn.functional",
+            suits=_suits_everywhere,
         )
     ]
 
@@ -80,6 +88,7 @@ def fourfold_attention_backends() -> list[AttentionBackendEntry]:
             build=_lazy("fourfold.layers.torch_attention:TorchAttention"),
             summary="gathers the paged cache and attends with torch; slow, right, and everywhere",
             capabilities=frozenset({"fp8_cache", "latent_cache"}),
+            suits=_suits_everywhere,
         )
     ]
 
@@ -91,6 +100,7 @@ def fourfold_operators() -> list[OperatorsEntry]:
             name="torch",
             build=_lazy("fourfold.layers.torch_operators:TorchOperators"),
             summary="norms, activations and sampling in plain torch",
+            suits=_suits_everywhere,
         )
     ]
 
@@ -108,6 +118,7 @@ def fourfold_experts() -> list[ExpertsEntry]:
             name="loop",
             build=_lazy("fourfold.layers.loop_experts:LoopExperts"),
             summary="one expert after another, in any precision",
+            suits=_suits_everywhere,
         ),
         ExpertsEntry(
             name="grouped",
@@ -223,6 +234,7 @@ def fourfold_tokenizers() -> list[TokenizerEntry]:
             name="tokenizers",
             build=_lazy("fourfold.text.hf_tokenizer:HfTokenizer"),
             summary="tokenizer.json through the tokenizers library",
+            suits=_suits_everywhere,
         )
     ]
 

@@ -354,7 +354,7 @@ class RebalancerEntry(Entry["Rebalancer"]):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelEntry(Entry[Any]):
-    """``build(config.json as dict) -> fourfold.models.description.ModelDescription``; ``name`` is the architecture."""
+    """``build(config.json as dict) -> fourfold.models.description.ModelDescription``; ``name`` is the family's."""
 
     architectures: tuple[str, ...]
     """Values of ``architectures`` in config.json that this entry reads."""

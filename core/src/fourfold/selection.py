@@ -89,7 +89,13 @@ def select_parallel_layers(
     entries: Mapping[tuple[LayerKind, str], ParallelLayerEntry], kinds: Sequence[LayerKind], config: EngineConfig
 ) -> dict[LayerKind, Selection[ParallelLayerEntry]]:
     """One parallel layer of each of ``kinds``, as ``--parallel-layer`` says. Raises as ``select`` does."""
-    names = names_by_key("--parallel-layer", config.backends.parallel_layer, LAYER_KINDS)
+    asked = config.backends.parallel_layer
+    names = names_by_key("--parallel-layer", asked, LAYER_KINDS)
+    having = [kind for kind in LAYER_KINDS if (kind, asked) in entries]
+    lacking = next((kind for kind in kinds if asked != AUTO and kind not in having), None)
+    if having and lacking:
+        keyed = ",".join(f"{kind}={asked}" for kind in having)
+        raise ConfigError(f"--parallel-layer is {asked!r}, and {lacking} has no layer of that name; write {keyed}")
     return {
         kind: select(f"{kind} parallel layer", _of_layer_kind(entries, kind), names[kind], config) for kind in kinds
     }
@@ -131,7 +137,10 @@ def suitability(entry: Entry[Any], config: EngineConfig) -> Suitability:
 
 
 def explain(config: EngineConfig, registry: PluginRegistry) -> list[Explanation]:
-    """For every kind that is picked by name: its entries with their scores, and what ``config`` picks."""
+    """For every kind that is picked by name: its entries with their scores, and what ``config`` picks.
+
+    ``config`` as ``fourfold.config.resolution.settle`` leaves it.
+    """
     backends = config.backends
     layers = registry.parallel_layers()
     kinds = [kind for kind in LAYER_KINDS if any(kind == other for other, _ in layers)]
@@ -153,7 +162,13 @@ def explain(config: EngineConfig, registry: PluginRegistry) -> list[Explanation]
         ("operators", registry.operators(), backends.operators),
         ("experts", registry.experts(), backends.experts),
         *((f"{kind} parallel layer", _of_layer_kind(layers, kind), layer_names[kind]) for kind in kinds),
+        ("tokenizer", registry.tokenizers(), config.model.tokenizer),
     ]
+    if config.parallel.enable_expert_parallel:
+        rows.append(("expert placement", registry.expert_placements(), backends.expert_placement))
+        rows.append(("rebalancer", registry.rebalancers(), backends.rebalancer))
+        if config.parallel.lockstep or backends.all_to_all != AUTO:  # else ranks have each other's tokens
+            rows.append(("all-to-all", registry.all_to_alls(), backends.all_to_all))
     return [_explain(noun, entries, name, config) for noun, entries, name in rows]
 
 

@@ -101,7 +101,7 @@ def test_it_is_recognized(saved: Path, registry: PluginRegistry) -> None:
 
 
 def test_a_folder_in_use_is_refused(whole: Path, saved: Path) -> None:
-    with pytest.raises(ConfigError, match="is not empty; save the sharded state into a new folder"):
+    with pytest.raises(ConfigError, match="is not empty; name a new folder"):
         copy_side_files(whole, saved)
 
 

@@ -303,3 +303,9 @@ def test_a_file_that_is_nested_without_end_is_refused(options, tmp_path):
 def test_values_that_cannot_work_are_refused(values, says):
     with pytest.raises(ConfigError, match=re.escape(says)):
         build_engine_config(**values)
+
+
+def test_a_secret_that_is_no_text_is_not_shown():
+    with pytest.raises(ConfigError) as caught:
+        build_engine_config(cluster_secret=1234567890123456)
+    assert str(caught.value) == "--cluster-secret is of type int (from an argument); it takes text; put it in quotes"

@@ -67,10 +67,11 @@ def test_a_cache_too_small_for_one_request_says_what_would_fit(config: dict[str,
     worker = _worker(0, 10_000, {0: (100, 0)})
     with pytest.raises(ConfigError) as caught:
         plan_cache([worker], CacheConfig(**config), max_model_len=256)
-    assert "--kv-cache-memory 1700 " in str(caught.value)
-    fitting = plan_cache([worker], CacheConfig(kv_cache_memory=1700), max_model_len=256)
-    assert fitting.cache.num_blocks == 17
-    if "num_blocks" in config:
+    by_number = "num_blocks" in config  # which goes first: a size in bytes beside it would change nothing
+    assert ("--num-blocks 17 " if by_number else "--kv-cache-memory 1700 ") in str(caught.value)
+    larger = CacheConfig(num_blocks=17) if by_number else CacheConfig(kv_cache_memory=1700)
+    assert plan_cache([worker], larger, max_model_len=256).cache.num_blocks == 17
+    if by_number:
         assert "--max-model-len 144 or less" in str(caught.value)
         plan_cache([worker], CacheConfig(**config), max_model_len=144)
     if config == {"kv_cache_memory": 50}:

@@ -13,7 +13,7 @@ import zmq
 
 from fourfold.engine.engine_loop import EngineLoop
 from fourfold.engine.operations import OPERATIONS
-from fourfold.errors import CheckpointError, RequestError
+from fourfold.errors import CheckpointError, ExecutorFailed, RequestError
 from fourfold.messages import (
     AbortRequests,
     AddRequest,
@@ -106,6 +106,9 @@ class FakeCore:
     def wake_up(self, tags: list[str]) -> None:
         if tags:
             raise RequestError(f"no tag {tags[0]!r}")
+
+    def discard_weights(self) -> None:
+        raise ExecutorFailed("rank 1 was killed by signal 9", rank=1)
 
     def check_weights(self, model: str) -> None:
         raise CheckpointError(f"no model called {model!r}")
@@ -240,6 +243,7 @@ def test_unreadable_inputs_are_dropped(harness: Harness) -> None:
         ("wake_up", {"tags": []}, None, None, 500),
         ("wake_up", {"tags": ["x"]}, None, "no tag 'x'", 400),
         ("check_weights", {"model": "x"}, None, "no model called 'x'", 400),
+        ("discard_weights", {}, None, "rank 1 was killed by signal 9", 503),
         ("shutdown", {}, None, f"no utility called 'shutdown'; there are: {', '.join(sorted(OPERATIONS))}", 500),
     ],
 )

@@ -16,6 +16,7 @@ from socket import socket
 
 import uvicorn
 
+from fourfold.blame import blame
 from fourfold.client.engine_client import EngineClient
 from fourfold.config.engine_config import EngineConfig
 from fourfold.config.node_plan import plan_nodes
@@ -71,18 +72,19 @@ class ApiServer:
         num_engines = plan.num_engines
         block_size = config.cache.block_size
         balancer = select("load balancer", context.registry.load_balancers(), config.backends.load_balancer, config)
+        balancer_context = LoadBalancerContext(
+            num_engines=num_engines,
+            num_servers=context.num_api_servers,
+            seed=context.index,
+            block_size=block_size,
+        )
+        with blame(f"load balancer {balancer.entry.name!r}"):
+            built = balancer.entry.build(balancer_context)
         self.client = EngineClient(
             context.run_directory,
             context.index,
             num_engines,
-            balancer.entry.build(
-                LoadBalancerContext(
-                    num_engines=num_engines,
-                    num_servers=context.num_api_servers,
-                    seed=context.index,
-                    block_size=block_size,
-                )
-            ),
+            built,
             block_size=block_size,
             coordinated=num_engines > 1,
             first_rank=plan.first_rank,

@@ -12,6 +12,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
+from fourfold.blame import blame
 from fourfold.entries import RoutesEntry
 from fourfold.errors import EngineError, RequestError
 from fourfold_server.authentication import Authentication, LocalAdministration, is_loopback
@@ -42,8 +43,9 @@ def create_app(state: ServerState, routes: Mapping[str, RoutesEntry] | None = No
         },
     )
     for _, entry in sorted(entries.items()):
-        # Errors are the same everywhere, and FastAPI adds none of its own where 4XX are described.
-        app.include_router(entry.build(state), responses=ERROR_ANSWERS)
+        with blame(f"routes {entry.name!r}"):
+            # Errors are the same everywhere, and FastAPI adds none of its own where 4XX are described.
+            app.include_router(entry.build(state), responses=ERROR_ANSWERS)
 
     async def show_documentation(request: Request) -> Response:
         return HTMLResponse(render_page(app.openapi()))

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fourfold.errors import EngineError, RequestError
+from fourfold.errors import EngineError, ExecutorFailed, RequestError
 
 RETRY_AFTER_SECONDS = "1"
 MAX_MESSAGE = 2000
@@ -54,8 +54,10 @@ def error_body(error: Exception) -> bytes:
 
 
 def error_status(error: Exception) -> int:
-    """The HTTP status of an error."""
-    return error.status if isinstance(error, RequestError) else 500
+    """The HTTP status of an error; an engine that has died is started again, so that trying later helps."""
+    if isinstance(error, RequestError):
+        return error.status
+    return 503 if isinstance(error, ExecutorFailed) else 500
 
 
 def error_response(error: Exception, *, headers: Mapping[str, str] | None = None) -> Response:

@@ -167,7 +167,7 @@ def one_or_list_of(item: Kind) -> Kind:
 
 
 def refused(doc: str, *, harmless: Sequence[Any] = ()) -> Field:
-    """A field of the OpenAI API that does nothing here: only values that ask for nothing are taken."""
+    """A field that clients know and that does nothing here: only values that ask for nothing are taken."""
     return Field(kind=ANYTHING, doc=f"{doc} Not supported yet.", only=tuple(harmless))
 
 

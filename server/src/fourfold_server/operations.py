@@ -10,6 +10,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from fourfold.client.engine_client import EngineClient
+from fourfold.contracts.load_balancer import EngineState
 from fourfold.engine.operations import Call, check_mode, sleep_calls, update_calls, wake_calls
 from fourfold.engine.sleep import check_level, check_tags
 from fourfold.errors import EngineError, RequestError
@@ -28,13 +29,16 @@ class Operations:
     when no engine is up; and EngineError for what fails on an engine.
     """
 
-    def __init__(self, client: EngineClient, restart: Callable[[RestartEngine], None], *, timeout: float) -> None:
+    def __init__(
+        self, client: EngineClient, restart: Callable[[RestartEngine], None], *, timeout: float, bound: bool
+    ) -> None:
         """``restart`` asks the supervisor to restart an engine; ``timeout``: seconds for each step of an operation on
-        all engines.
+        all engines; ``bound``: no engine steps without the others.
         """
         self._client = client
         self._restart = restart
         self._timeout = timeout
+        self._bound = bound
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
@@ -50,6 +54,12 @@ class Operations:
     async def resume(self) -> None:
         """Let all engines go on; those that sleep do when they wake up."""
         with self._change() as (change, call_all):
+            if awaited := self._awaited():
+                raise RequestError(
+                    f"engine {awaited[0]} sleeps, and the others cannot go on without it; "
+                    "call wake_up or update_weights first",
+                    status=409,
+                )
             change.write(replace(change.state, paused=False))
             await call_all([("resume", {})])
 
@@ -71,7 +81,7 @@ class Operations:
             await call_all([wake_up])
             asleep = tuple(tag for tag in change.state.asleep if tags and tag not in tags)
             change.write(replace(change.state, asleep=asleep))
-            if not change.state.paused:
+            if not (change.state.paused or self._awaited()):
                 await call_all([resume])
 
     async def update_weights(self, model: str) -> None:
@@ -110,6 +120,12 @@ class Operations:
                 raise RequestError(f"no LoRA adapter {name!r} is loaded", parameter="lora_name", status=404)
             change.write(replace(change.state, adapters=tuple(one for one in adapters if one is not found)))
             await call_all([("unload_adapter", {"name": found.unique})])
+
+    def _awaited(self) -> list[int]:
+        """Engines that sleep alone, since they could not read weights, while others would wait for them in a step."""
+        states = self._client.engine_states if self._bound else []
+        asleep = [engine for engine, state in enumerate(states) if state is EngineState.ASLEEP]
+        return asleep if len(asleep) < len(states) else []
 
     @contextlib.contextmanager
     def _change(self) -> Iterator[tuple[StateChange, CallAll]]:

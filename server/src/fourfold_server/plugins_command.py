@@ -12,6 +12,7 @@ import click
 from fourfold.config.click_options import ConfigCommand, config_options
 from fourfold.config.engine_config import EngineConfig
 from fourfold.config.options import OptionSet
+from fourfold.config.resolution import settle
 from fourfold.offers import OFFER_KINDS, Offered
 from fourfold.plugins import PluginRegistry, load_plugins
 from fourfold.selection import Explanation, explain, suitability
@@ -31,7 +32,7 @@ def build_command() -> click.Command:
     @config_options(options)
     def command(explained: bool, as_json: bool, config_file: str | None, **given: object) -> None:
         settings = options.read(given, file=Path(config_file) if config_file else None)
-        config = options.build(EngineConfig, settings)
+        config, _ = settle(options.build(EngineConfig, settings), registry)
         explanations = explain(config, registry) if explained else []
         if as_json:
             values = [dataclasses.asdict(one) for one in explanations] if explained else _inventory(registry, config)

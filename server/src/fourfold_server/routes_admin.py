@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Collection
+from typing import Annotated, Any, Final
 from unicodedata import category
 
 from fastapi import APIRouter, Query
@@ -13,12 +13,17 @@ from starlette.responses import JSONResponse, Response
 from fourfold.contracts.load_balancer import EngineState
 from fourfold.errors import RequestError
 from fourfold.messages import RestartEngine
+from fourfold_server.documentation import request_body
+from fourfold_server.fields import STRING, Field, Table
 from fourfold_server.json_body import read_json_object
 from fourfold_server.replica_choice import check_rank
 from fourfold_server.state import ServerState
 
 MAX_TEXT = 4096
 """Characters of a field: the longest path that Linux takes."""
+_UPDATE_FIELDS: Final[Table] = {
+    "model": Field(kind=STRING, doc="a folder, or any name that can be served, of the same model.", required=True)
+}
 
 
 def admin_router(state: ServerState) -> APIRouter:
@@ -62,17 +67,21 @@ def admin_router(state: ServerState) -> APIRouter:
     async def is_sleeping() -> Response:
         return JSONResponse(_sleeping(state))
 
-    @router.post("/admin/update_weights", summary="Go on with the weights of another checkpoint of the model")
+    @router.post(
+        "/admin/update_weights",
+        summary="Go on with the weights of another checkpoint of the model",
+        openapi_extra=request_body(_UPDATE_FIELDS, {"model": "/models/new"}),
+    )
     async def update_weights(request: Request) -> Response:
         body = await read_json_object(request, state)
-        model = read_text_fields(body.values, ("model",))["model"]
+        model = read_text_fields(body.values, _UPDATE_FIELDS)["model"]
         await state.operations.update_weights(model)
         return JSONResponse({"model": model})
 
     return router
 
 
-def read_text_fields(body: dict[str, Any], names: Sequence[str]) -> dict[str, str]:
+def read_text_fields(body: dict[str, Any], names: Collection[str]) -> dict[str, str]:
     """The fields of a body that has exactly these, each a text that is not empty. Raises RequestError."""
     for name in [*body, *names]:
         if name not in names:

@@ -19,6 +19,7 @@ from fourfold_server.fields import (
     list_of,
     one_or_list_of,
     read_fields,
+    refused,
     shown,
     without_effect,
     wrong_type,
@@ -83,6 +84,18 @@ SAMPLING: Final[Table] = {
     "skip_special_tokens": Field(kind=BOOLEAN, doc="Whether special tokens are left out of the text.", default=True),
 }
 
+# Of other servers: what would answer something else than was asked for is refused, not ignored.
+_FOREIGN: Final[Table] = {
+    **{
+        name: refused("Structured output.")
+        for name in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+    },
+    "allowed_token_ids": refused("Tokens of which alone the output is made."),
+    "bad_words": refused("Words that the output must not have.", harmless=([],)),
+    "use_beam_search": refused("Beam search.", harmless=(False,)),
+    "truncate_prompt_tokens": refused("Tokens of the prompt's end that are kept."),
+}
+
 REQUEST: Final[Table] = {
     "model": Field(kind=STRING, doc="one of the models that /v1/models lists.", required=True),
     "n": Field(kind=INTEGER, doc="Choices for each prompt.", default=1),
@@ -93,6 +106,7 @@ REQUEST: Final[Table] = {
     "prompt_logprobs": Field(kind=INTEGER, doc=f"Score the prompt, with 0 to {MAX_LOGPROBS} alternatives."),
     "return_token_ids": Field(kind=BOOLEAN, doc="Whether to send token ids beside the text.", default=False),
     "user": without_effect(STRING, "An identifier of the end user."),
+    **_FOREIGN,
 }
 
 

@@ -74,6 +74,7 @@ COMPLETION_FIELDS: Final[Table] = {
     ),
     "best_of": Field(kind=INTEGER, doc="Only a value equal to n is supported."),
     "suffix": refused("Text after the completion.", harmless=("",)),
+    "response_format": refused("The form of the answer.", harmless=({"type": "text"},)),
     "add_special_tokens": Field(
         kind=BOOLEAN, doc="Whether the tokenizer adds its special tokens to text prompts.", default=True
     ),

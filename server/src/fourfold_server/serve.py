@@ -10,7 +10,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
 
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from fourfold_server.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
+_SUMMARY: Final = "Serve MODEL over the OpenAI API: a folder, a .gguf file, a hub id as org/name; default: smollm2."
 
 
 def build_command() -> click.Command:
@@ -52,7 +53,7 @@ def build_command() -> click.Command:
     registry = load_plugins()
     options = OptionSet((EngineConfig, ServerConfig), registry.settings())
 
-    @click.command("serve", cls=ConfigCommand, help="Serve MODEL (default: smollm2) over the OpenAI API.")
+    @click.command("serve", cls=ConfigCommand, help=_SUMMARY)
     @click.argument("model", required=False)
     @config_options(options, skip={"model"})
     def command(model: str | None, config_file: str | None, **given: object) -> None:

@@ -57,7 +57,7 @@ class ServerState:
         self.metrics = Metrics(self.client, self.served_names[0], self.shared_metrics)
         self.text_pool = TextPool()
         self._wishes = WatchedState(self.client.run_directory)
-        self.operations = Operations(self.client, self.restart_engine, timeout=self.operation_timeout)
+        self.operations = Operations(self.client, self.restart_engine, timeout=self.operation_timeout, bound=self.bound)
 
     def start_draining(self) -> None:
         """Take no new requests, those whose bodies are not whole included. Twice is harmless."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fourfold.blame import blame
 from fourfold.checkpoints.conversion_cache import default_cache_folder
 from fourfold.entries import CheckpointContext
-from fourfold.errors import CheckpointError, ConfigError, FourfoldError, PluginError
+from fourfold.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -115,25 +115,14 @@ def _locate(
     entries = sorted(registry.checkpoint_sources().values(), key=lambda entry: (entry.order, entry.name))
     sources = []
     for entry in entries:
-        with _blame(f"checkpoint source {entry.name!r}"):
+        with blame(f"checkpoint source {entry.name!r}"):
             sources.append(entry.build(context))
     for entry, source in zip(entries, sources, strict=True):
-        with _blame(f"checkpoint source {entry.name!r}"):
+        with blame(f"checkpoint source {entry.name!r}"):
             path = source.locate(config.model, revision=config.revision, progress=progress, config_only=config_only)
         if path is not None:
             return path
     raise CheckpointError(_unknown_model(config.model, entries, sources))
-
-
-@contextmanager
-def _blame(part: str) -> Iterator[None]:
-    """Name the part of a plugin that breaks; what it refuses on purpose passes."""
-    try:
-        yield
-    except FourfoldError:
-        raise
-    except Exception as error:
-        raise PluginError(f"{part} raised {type(error).__name__}: {error}; repair or uninstall its plugin") from error
 
 
 def _unknown_model(model: str, entries: list[CheckpointSourceEntry], sources: list[CheckpointSource]) -> str:
@@ -151,10 +140,10 @@ def _format(config: ModelConfig, registry: PluginRegistry, context: CheckpointCo
             close = difflib.get_close_matches(config.load_format, entries, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ConfigError(f"no load format called {config.load_format!r}{hint}; there are {', '.join(entries)}")
-        with _blame(f"checkpoint format {config.load_format!r}"):
+        with blame(f"checkpoint format {config.load_format!r}"):
             return entries[config.load_format].build(context)
     for entry in entries.values():
-        with _blame(f"checkpoint format {entry.name!r}"):
+        with blame(f"checkpoint format {entry.name!r}"):
             chosen = entry.build(context)
             if chosen.recognizes(path):
                 return chosen

@@ -24,7 +24,7 @@ _SIDE_FILES: Final = ("*.json", "*.jinja", "*.txt", "*.model")
 def copy_side_files(source: Path, target: Path) -> None:
     """Make ``target`` with everything of ``source`` but weights. Raises ConfigError for a folder that is in use."""
     if target.exists() and any(path.name != SHARD_FOLDER for path in target.iterdir()):
-        raise ConfigError(f"{target} is not empty; save the sharded state into a new folder")
+        raise ConfigError(f"{target} is not empty; name a new folder")
     target.mkdir(parents=True, exist_ok=True)
     for pattern in _SIDE_FILES:
         for path in source.glob(pattern):

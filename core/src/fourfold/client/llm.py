@@ -19,6 +19,7 @@ from fourfold.client.frozen_heap import frozen_heap
 from fourfold.client.replicas import Replicas
 from fourfold.client.request_result import CompletionOutput, RequestResult
 from fourfold.config.engine_config import EngineConfig
+from fourfold.config.node_plan import check_offline_nodes
 from fourfold.config.options import build_engine_config
 from fourfold.config.resolution import resolve
 from fourfold.engine.build import build_engine
@@ -47,7 +48,7 @@ class LLM:
     """
 
     def __init__(self, model: str | EngineConfig = "smollm2", **options: object) -> None:
-        """``options`` are those of ``fourfold serve``, with underscores, or ``model`` is a whole config.
+        """``options`` are those of ``fourfold serve`` for engines, with underscores, or ``model`` is a whole config.
 
         With ``data_parallel_size`` above 1 the engines are processes of their own.
 
@@ -58,6 +59,7 @@ class LLM:
             model = build_engine_config(registry.settings(), model=model, **options)
         elif options:
             raise ConfigError(f"options beside a whole config: {', '.join(options)}; put them into the config")
+        check_offline_nodes(model.nodes)
         resolved = resolve(model, registry)
         logger.info("%s", "; ".join(resolved.reasons))
         self.config = resolved.config

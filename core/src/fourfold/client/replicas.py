@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
+from fourfold.blame import blame
 from fourfold.client.engine_client import EngineClient
 from fourfold.config.engine_config import EngineConfig
 from fourfold.config.transport import encode_config
@@ -138,9 +139,9 @@ class Replicas:
         balancer = select("load balancer", registry.load_balancers(), config.backends.load_balancer, config)
         block_size = config.cache.block_size
         context = LoadBalancerContext(num_engines=self._num_engines, block_size=block_size)
-        client = EngineClient(
-            self._run_directory.path, 0, self._num_engines, balancer.entry.build(context), block_size=block_size
-        )
+        with blame(f"load balancer {balancer.entry.name!r}"):
+            built = balancer.entry.build(context)
+        client = EngineClient(self._run_directory.path, 0, self._num_engines, built, block_size=block_size)
         asyncio.run_coroutine_threadsafe(client.start(), self._loop).result(_CALL_TIMEOUT)
         return client
 

@@ -83,7 +83,7 @@ def _metavar(accepted: Any, *, is_size: bool) -> str | None:
 def _help(option: Option) -> str:
     if is_list(option.annotation):
         return f"{option.help} Put commas between several, or repeat the option."
-    if option.default is None:
+    if option.default in (None, ""):
         return option.help
     default = {True: "on", False: "off"}[option.default] if isinstance(option.default, bool) else option.default
     return f"{option.help} [default: {default}]"

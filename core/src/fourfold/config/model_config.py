@@ -32,7 +32,7 @@ class ModelConfig:
     chat_template: str | None = None
     """A file with a jinja2 chat template in place of the model's."""
     seed: int | None = None
-    """Seed of dummy weights and of requests that bring none; default: 0."""
+    """Seed of dummy weights and, with LLM, of requests that bring none (a server draws theirs anew); default: 0."""
 
     def __post_init__(self) -> None:
         if not self.model:

@@ -50,8 +50,16 @@ class NodeConfig:
         for name in ("data_parallel_rpc_port", "master_port"):
             if not 0 < getattr(self, name) < 65536:
                 raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; from 1 to 65535")
+        if self.nnodes < 1:
+            raise ConfigError(f"--nnodes is {self.nnodes}; 1 or more")
         if not 0 <= self.node_rank < self.nnodes:
             raise ConfigError(f"--node-rank is {self.node_rank} and --nnodes {self.nnodes}; nodes count from 0")
+        if self.nnodes > 1 and (self.data_parallel_hybrid_lb or self.external):
+            raise ConfigError(
+                f"--nnodes is {self.nnodes}, for nodes of which the first answers for all, and with a hybrid or "
+                "external balancer every node answers; leave out --nnodes, and --data-parallel-start-rank and "
+                "--data-parallel-size-local (or --data-parallel-rank) say which replicas a node has"
+            )
         if self.data_parallel_hybrid_lb and self.external:
             raise ConfigError("--data-parallel-hybrid-lb and an external load balancer exclude each other; give one")
         if self.headless and (self.data_parallel_hybrid_lb or self.external):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from fourfold.config.engine_config import EngineConfig
 from fourfold.config.node_config import NodeConfig
@@ -52,6 +52,16 @@ def spread_replicas(config: EngineConfig) -> EngineConfig:
             "ranks by itself, without --nnodes"
         )
     share = size // nodes.nnodes
+    if nodes.data_parallel_size_local not in (None, share):
+        raise ConfigError(
+            f"--data-parallel-size-local is {nodes.data_parallel_size_local}, and --nnodes {nodes.nnodes} makes it "
+            f"{share}; leave one of them out"
+        )
+    if nodes.data_parallel_start_rank not in (0, nodes.node_rank * share):
+        raise ConfigError(
+            f"--data-parallel-start-rank is {nodes.data_parallel_start_rank}, and --node-rank {nodes.node_rank} makes "
+            f"it {nodes.node_rank * share}; leave it out"
+        )
     own = replace(
         nodes,
         nnodes=1,
@@ -62,6 +72,17 @@ def spread_replicas(config: EngineConfig) -> EngineConfig:
         data_parallel_rpc_port=nodes.master_port,
     )
     return replace(config, nodes=own)
+
+
+def check_offline_nodes(nodes: NodeConfig) -> None:
+    """Refuse what only servers do: answer for replicas on other nodes, or have them. Raises ConfigError."""
+    for field in fields(nodes):
+        value = getattr(nodes, field.name)
+        if field.name.startswith(("headless", "data_parallel")) and value != field.default:
+            raise ConfigError(
+                f"--{field.name.replace('_', '-')} is {value}, and replicas on other nodes are for fourfold serve "
+                "alone; leave it out"
+            )
 
 
 def plan_nodes(config: EngineConfig) -> NodePlan:
@@ -100,7 +121,10 @@ def _plan_shared_engine(nodes: NodeConfig, size: int, ranks: int) -> NodePlan:
             "fourfold serve has replicas on other nodes"
         )
     if ranks % nodes.nnodes:
-        raise ConfigError(f"--nnodes is {nodes.nnodes}, and an engine has {ranks} ranks; each node has as many")
+        raise ConfigError(
+            f"--nnodes is {nodes.nnodes}, and an engine has {ranks} ranks; each node has as many, so "
+            f"--tensor-parallel-size times --pipeline-parallel-size must be a multiple of {nodes.nnodes}"
+        )
     return NodePlan(num_engines=1, local=range(1), ranks_per_engine=ranks // nodes.nnodes)
 
 

@@ -52,7 +52,8 @@ def parse_value(annotation: Any, value: object, *, is_size: bool = False) -> Any
     if accepted in (int, float):
         return _parse_number(accepted, value)
     if not isinstance(value, (str, accepted)) or (accepted is Path and value == ""):  # Path("") is the current folder
-        raise ValueRefusedError(f"takes {describe(annotation)}")
+        quote = "; put it in quotes" if isinstance(value, (int, float)) else ""  # as YAML reads what looks like one
+        raise ValueRefusedError(f"takes {describe(annotation)}{quote}")
     _check_text(str(value))
     return accepted(value)
 

@@ -55,12 +55,18 @@ class Option:
         """Whether it is a number of bytes, which may be written as 2GiB."""
         return self.field.endswith("_memory")
 
+    @property
+    def is_secret(self) -> bool:
+        """Whether its value must not be shown."""
+        return self.field.endswith(("_key", "_secret"))
+
     def parse(self, value: object, source: str) -> Setting:
-        """``value`` as the field's type; raises ConfigError naming option, value and source."""
+        """``value`` as the field's type; raises ConfigError naming option, value (unless a secret) and source."""
         try:
             return Setting(value=parse_value(self.annotation, value, is_size=self.is_size), source=source)
         except ValueRefusedError as problem:
-            raise ConfigError(f"{self.flag} is {value!r} (from {source}); it {problem}") from problem
+            shown = f"of type {type(value).__name__}" if self.is_secret else repr(value)
+            raise ConfigError(f"{self.flag} is {shown} (from {source}); it {problem}") from problem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

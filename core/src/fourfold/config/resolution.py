@@ -34,9 +34,8 @@ def resolve(config: EngineConfig, registry: PluginRegistry) -> Resolved:
     Backends of the workers (attention, linear methods, operators, parallel layers, communicators) stay ``auto``: ranks
     choose them where they run. Raises ConfigError for what cannot work, PluginError for what is not installed.
     """
-    dtype, reason = choose_dtype(config.model.dtype, accelerator(), cpu_features())
+    resolved, reason = settle(config, registry)
     reasons = [reason]
-    resolved = replace(config, model=replace(config.model, dtype=dtype), backends=_place_replicas(config.backends))
     for kind, field, entries in (
         ("executor", "executor", registry.executors()),
         ("scheduler", "scheduler", registry.schedulers()),
@@ -47,10 +46,19 @@ def resolve(config: EngineConfig, registry: PluginRegistry) -> Resolved:
         reasons.append(selection.reason)
         resolved = replace(resolved, backends=replace(resolved.backends, **{field: selection.entry.name}))
     _check_names(resolved, registry)
-    resolved = _spread_experts(resolved, registry)
     _check_spread(resolved)
     registry.check_config(resolved)
     return Resolved(config=resolved, reasons=tuple(reasons))
+
+
+def settle(config: EngineConfig, registry: PluginRegistry) -> tuple[EngineConfig, str]:
+    """What backends are asked with whether they suit: the dtype is chosen (and why), and each wish is said in one way.
+
+    Raises ConfigError for wishes that contradict each other.
+    """
+    dtype, reason = choose_dtype(config.model.dtype, accelerator(), cpu_features())
+    settled = replace(config, model=replace(config.model, dtype=dtype), backends=_place_replicas(config.backends))
+    return _spread_experts(settled, registry), reason
 
 
 def _place_replicas(backends: BackendConfig) -> BackendConfig:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fourfold.blame import blame
 from fourfold.checkpoints.progress import NoProgress
 from fourfold.checkpoints.resolve import describe_checkpoint
 from fourfold.config.engine_config import EngineConfig
@@ -67,13 +68,15 @@ def build_engine(
         plan = plan_cache(workers, config.cache, max_model_len=max_model_len)
         client.initialize_cache(plan.cache)
         client.warm_up()
+        with blame(f"scheduler {scheduler.entry.name!r}"):
+            policy = scheduler.entry.build(SchedulerContext(config=config))
         core = EngineCore(
             config,
             client,
             kv_cache=plan.cache,
             max_model_len=max_model_len,
             vocabulary_size=description.vocab_size,
-            policy=scheduler.entry.build(SchedulerContext(config=config)),
+            policy=policy,
             events=registry.events,
         )
     except WorkerError as error:

@@ -50,7 +50,7 @@ def plan_cache(workers: Sequence[WorkerInfo], config: CacheConfig, *, max_model_
     for info in workers:
         _check_memory(info, num_blocks * block_bytes[info.rank])
     cache = KVCacheConfig(groups=groups, num_blocks=num_blocks)
-    _check_one_fits(cache, max_model_len, fullest)
+    _check_one_fits(cache, max_model_len, fullest, by_number=config.num_blocks is not None)
     return CachePlan(
         cache=cache,
         bytes_per_rank=num_blocks * fullest,
@@ -89,13 +89,14 @@ def _check_memory(info: WorkerInfo, wanted: int) -> None:
         )
 
 
-def _check_one_fits(cache: KVCacheConfig, max_model_len: int, block_bytes: int) -> None:
+def _check_one_fits(cache: KVCacheConfig, max_model_len: int, block_bytes: int, *, by_number: bool) -> None:
     capacity = request_capacity(cache) if cache.num_blocks > 1 else 0
     if capacity is None or capacity >= max_model_len:
         return
     needed = blocks_for(cache.groups, max_model_len)
     shorter = f", or --max-model-len {capacity} or less" if capacity >= 2 else ""
+    more = f"--num-blocks {needed}" if by_number else f"--kv-cache-memory {needed * block_bytes} (bytes a rank)"
     raise ConfigError(
         f"a request of {max_model_len} tokens needs {needed} KV cache blocks and there are {cache.num_blocks}; give "
-        f"--kv-cache-memory {needed * block_bytes} or more (bytes a rank){shorter}"
+        f"{more} or more{shorter}"
     )

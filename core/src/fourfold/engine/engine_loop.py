@@ -21,7 +21,7 @@ from fourfold.coordinator.waves import CoordinatorNotice, RankInput, WaveRank, W
 from fourfold.engine.operations import OPERATIONS
 from fourfold.engine.peer import Peer
 from fourfold.engine.served_core import ServedCore
-from fourfold.errors import ConfigError, FourfoldError, RequestError
+from fourfold.errors import ConfigError, ExecutorFailed, FourfoldError, RequestError
 from fourfold.messages import (
     AbortRequests,
     AddRequest,
@@ -304,6 +304,8 @@ class EngineLoop:
                 result = getattr(self._core, call.method)(**call.arguments)
             except (ConfigError, RequestError) as error:
                 failure, status = str(error), error.status if isinstance(error, RequestError) else 400
+            except ExecutorFailed as error:  # the engine ends, and another one takes its place
+                failure, status = str(error), 503
             except Exception as error:  # the caller gets it
                 logger.exception("utility %s failed", call.method)
                 failure = f"{type(error).__name__}: {error}"

@@ -45,7 +45,7 @@ def fourfold_settings() -> type[Any]:
 def fourfold_check_config(config: EngineConfig) -> None:
     """Look at the finished config and refuse what cannot work.
 
-    Called once a process, after ``auto`` is resolved and before anything starts.
+    Called once, in the process of the command or program, after ``auto`` is resolved and before anything starts.
 
     ``config`` is the whole engine's; raise ``fourfold.errors.ConfigError`` with the value and what to do about it.
 

@@ -231,7 +231,8 @@ def fourfold_tokenizers() -> list[TokenizerEntry]:
 def fourfold_tool_parsers() -> list[ToolParserEntry]:
     """Offer tool parsers: how tool calls are found in generated text.
 
-    Called once in every process, when plugins are loaded; ``build(None)`` runs in every API server.
+    Called once in every process, when plugins are loaded. ``build(None)`` is not called yet: the server refuses
+    requests with tools.
 
     Returns a list of entries. Two plugins that offer one name are an error.
 
@@ -258,7 +259,8 @@ def fourfold_tool_parsers() -> list[ToolParserEntry]:
 def fourfold_reasoning_parsers() -> list[ReasoningParserEntry]:
     """Offer reasoning parsers: how reasoning is separated from the answer.
 
-    Called once in every process, when plugins are loaded; ``build(None)`` runs in every API server.
+    Called once in every process, when plugins are loaded. ``build(None)`` is not called yet: reasoning stays in
+    the answer.
 
     Returns a list of entries. Two plugins that offer one name are an error.
 

@@ -103,7 +103,15 @@ def fourfold_parallel_layers() -> list[ParallelLayerEntry]:
 
         @hookimpl
         def fourfold_parallel_layers():
-            return [ParallelLayerEntry(name="ep", kind="moe", build=build, summary="experts spread over TP x DP")]
+            return [
+                ParallelLayerEntry(
+                    name="spread",
+                    kind="moe",
+                    build=build,
+                    summary="experts spread over TP x DP",
+                    capabilities=frozenset({"expert_parallel"}),
+                )
+            ]
     """
     raise NotImplementedError
 
@@ -125,9 +133,13 @@ def fourfold_load_balancers() -> list[LoadBalancerEntry]:
 
 
         class FewestRequests:
+            def __init__(self, context):
+                self.first = context.seed  # API servers have different ones: they do not all begin with one engine
+
             def choose(self, request, loads):
                 counts = loads.num_running + loads.num_waiting
-                return int(min(loads.ready_engines(), key=lambda engine: counts[engine]))
+                ready = loads.ready_engines()
+                return int(min(ready, key=lambda engine: (counts[engine], (engine - self.first) % len(loads))))
 
             def learn_prefixes(self, engine, marks):
                 pass  # prefixes make no difference
@@ -135,7 +147,8 @@ def fourfold_load_balancers() -> list[LoadBalancerEntry]:
 
         @hookimpl
         def fourfold_load_balancers():
-            return [LoadBalancerEntry(name="fewest-requests", build=lambda context: FewestRequests())]
+            claims = frozenset({"load_aware"})  # the kit tests what is claimed, and what is not
+            return [LoadBalancerEntry(name="fewest-requests", build=FewestRequests, capabilities=claims)]
     """
     raise NotImplementedError
 
@@ -218,7 +231,7 @@ def fourfold_experts() -> list[ExpertsEntry]:
 
         @hookimpl
         def fourfold_experts():
-            return [ExpertsEntry(name="grouped", build=build, summary="one grouped product for all experts")]
+            return [ExpertsEntry(name="one-product", build=build, summary="one grouped product for all experts")]
     """
     raise NotImplementedError
 

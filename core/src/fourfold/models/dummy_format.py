@@ -41,7 +41,9 @@ class DummyFormat:
     def read_config(self, path: Path) -> Mapping[str, Any]:
         """config.json."""
         if not (path / "config.json").is_file():
-            raise CheckpointError(f"{path} has no config.json, which --load-format dummy takes the shape from")
+            raise CheckpointError(
+                f"{path} has no config.json, which --load-format dummy takes the shape from; name a folder with one"
+            )
         return read_json(path / "config.json")
 
     def prepare(self, path: Path, *, progress: Progress) -> Path:

@@ -25,7 +25,8 @@ def check_layout(description: ModelDescription, config: EngineConfig) -> None:
         )
     if parallel.enable_expert_parallel and description.mixture is None:
         raise ConfigError(
-            f"{description.architecture} has no experts to spread over ranks; leave out --enable-expert-parallel"
+            f"{description.architecture} has no experts to spread over ranks; leave out --enable-expert-parallel, and "
+            "the moe=... of --parallel-layer that says the same"
         )
     if experts != AUTO and description.mixture is None:
         raise ConfigError(f"--experts is {experts!r}, and {description.architecture} has no experts; leave it out")

@@ -72,7 +72,10 @@ class NodeListener:
             socket.bind(tcp_url(address, port or "*"))
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise ConfigError(f"{option}: cannot listen on {tcp_url(address, port)}: {error.strerror}") from error
+            raise ConfigError(
+                f"{option}: cannot listen on {tcp_url(address, port)}: {error.strerror}; give an address of this node "
+                "and a port that is free"
+            ) from error
         self.url = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         """For ``NodeConnection``."""
         self.port = int(self.url.rpartition(":")[2])

@@ -19,6 +19,7 @@ from fourfold.checkpoints.progress import NoProgress
 from fourfold.checkpoints.resolve import resolve_checkpoint
 from fourfold.checkpoints.safetensors_file import SafetensorsWriter
 from fourfold.config.model_config import ModelConfig
+from fourfold.errors import FourfoldError
 from fourfold.models.adapter_file import CONFIG, WEIGHTS
 from fourfold.plugins import load_plugins
 
@@ -89,7 +90,14 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=4, help="r of the adapter")
     parser.add_argument("--seed", type=int, default=0, help="of its numbers")
     options = parser.parse_args()
-    checkpoint = resolve_checkpoint(ModelConfig(model=options.model), load_plugins(), NoProgress())
+    if options.rank < 1:
+        parser.error(f"--rank is {options.rank}; 1 or more")
+    if options.folder.exists():
+        parser.error(f"{options.folder} is already there; name a new folder")
+    try:
+        checkpoint = resolve_checkpoint(ModelConfig(model=options.model), load_plugins(), NoProgress())
+    except FourfoldError as error:
+        parser.error(str(error))
     # Far less than what tests use: the answers differ from the model's, and are still text.
     write_adapter(checkpoint, options.folder, rank=options.rank, alpha=0.05 * options.rank, seed=options.seed)
 

@@ -22,7 +22,7 @@ from fourfold.checkpoints.safetensors_file import SafetensorsWriter
 from fourfold.checkpoints.sharded_writing import copy_side_files
 from fourfold.config.model_config import ModelConfig
 from fourfold.contracts.checkpoint import TensorReader
-from fourfold.errors import ConfigError
+from fourfold.errors import ConfigError, FourfoldError
 from fourfold.models.description import ModelDescription
 from fourfold.models.tensor_table import checkpoint_tensors, layer_prefix
 from fourfold.plugins import load_plugins
@@ -43,8 +43,10 @@ class _Tensor(NamedTuple):
 def upcycle(folder: Path, *, model: str = "smollm2", num_experts: int = 4, top_k: int = 2, seed: int = 0) -> Path:
     """Write a Mixtral into ``folder``, which is made, and return it.
 
-    Raises ConfigError for a model that is no plain Llama.
+    Raises ConfigError for a model that is no plain Llama, and for more experts a token than there are.
     """
+    if not 1 <= top_k <= num_experts:
+        raise ConfigError(f"--top-k is {top_k}, and --num-experts {num_experts}; from 1 to as many")
     dense = resolve_checkpoint(ModelConfig(model=model), load_plugins(), NoProgress())
     config = json.loads((dense.folder / "config.json").read_text())
     if dense.description.architecture != "LlamaForCausalLM" or config.get("attention_bias") or config.get("mlp_bias"):
@@ -101,7 +103,10 @@ def main() -> None:
     parser.add_argument("--num-experts", type=int, default=4, help="copies of every feed-forward")
     parser.add_argument("--top-k", type=int, default=2, help="experts of a token")
     parser.add_argument("--seed", type=int, default=0, help="of the routers")
-    upcycle(**vars(parser.parse_args()))
+    try:
+        upcycle(**vars(parser.parse_args()))
+    except FourfoldError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fourfold.blame import blame
 from fourfold.checkpoints.progress import make_progress
 from fourfold.checkpoints.resolve import resolve_checkpoint
 from fourfold.entries import TokenizerContext
@@ -40,7 +41,8 @@ def load_served_model(config: EngineConfig, registry: PluginRegistry) -> ServedM
     finally:
         progress.close()
     selection = select("tokenizer", registry.tokenizers(), config.model.tokenizer, config)
-    tokenizer = selection.entry.build(TokenizerContext(folder=str(checkpoint.folder)))
+    with blame(f"tokenizer {selection.entry.name!r}"):
+        tokenizer = selection.entry.build(TokenizerContext(folder=str(checkpoint.folder)))
     return ServedModel(
         tokenizer=tokenizer,
         chat_template=load_chat_template(checkpoint.folder, tokenizer, override=config.model.chat_template),

@@ -127,7 +127,7 @@ def fourfold_rebalancers() -> list[RebalancerEntry]:
             name="greedy",
             build=_build_greedy,
             summary="copies of the hottest, heaviest first",
-            suits=lambda config: Suitability(score=10, reason="near perfect balance with one copy a rank"),
+            suits=lambda config: Suitability(score=10, reason="balances any load"),
         )
     ]
 
