@@ -20,13 +20,13 @@ from fourfold.config.engine_config import EngineConfig
 from fourfold.contracts.communicator import Communicator
 from fourfold.contracts.mixture import AllToAll
 from fourfold.contracts.step_part import StepVote
+from fourfold.distributed.ballot import Ballot
 from fourfold.entries import AllToAllContext
 from fourfold.plugins import load_plugins
 from fourfold.testing.communicator_cases import connected
 from fourfold.testing.rank_process import Rank
 from fourfold.testing.ranks import RankPool
 from fourfold.testing.routing import expert_load
-from fourfold_moe_ep.ballot import Ballot
 from fourfold_moe_ep.expert_copies import first_map
 from fourfold_moe_ep.placement import Linear
 from fourfold_moe_ep.rebalancer import GreedyRebalancer, balancedness

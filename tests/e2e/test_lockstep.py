@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -165,6 +166,7 @@ def test_the_engines_sleep_and_take_other_weights_together(
 LAYOUTS = {
     "tp 2": ["--tensor-parallel-size", "2"],
     "pp 2": ["--pipeline-parallel-size", "2", "--all-to-all", "all_to_all_single"],
+    "pp 2, measured": ["--pipeline-parallel-size", "2", "--pipeline-partition", "auto:measure"],
     "tp 2, pp 2": ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"],
     "over tcp": ["--comm", "gloo"],
     "microbatches": ["--enable-dbo", "--dbo-decode-tokens", "2", "--dbo-prefill-tokens", "2"],
@@ -190,6 +192,23 @@ def test_every_layout_answers_alike(start: Start, tiny_mixture: Path, layout: st
         assert [(row["engine"], row["stage"]) for row in rows] == [(0, 0), (1, 0)], server.log
         assert all(row["experts"]["layers"] == [0, 1] for row in rows)
         assert all(sum(map(sum, row["experts"]["load"])) > 0 for row in rows)
+
+
+@pytest.mark.long
+def test_a_last_stage_without_experts_steps_with_the_others(start: Start, tiny_mixture: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "dense-end"
+    shutil.copytree(tiny_mixture, folder)
+    config = json.loads((folder / "config.json").read_text())
+    changes = {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 24, "mlp_only_layers": [1]}
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    alone = start(model=folder)
+    prompts = ["Once upon a time", "The capital of France is"]
+    expected = [complete(alone, None, prompt) for prompt in prompts]
+    alone.kill()
+    server = start(*TOGETHER, "--pipeline-parallel-size", "2", "--pipeline-partition", "1,1", model=folder)
+    for _ in range(3):
+        assert [complete(server, engine, prompt) for engine, prompt in enumerate(prompts)] == expected
+    assert complete(server, 0, prompts[0]) == expected[0]
 
 
 @pytest.mark.long

@@ -204,6 +204,8 @@ def test_a_missing_expert_is_named(save_random: SaveRandom, load_decoder: Callab
         ({"num_experts": None}, "config.json has no num_experts; add it"),
         ({"moe_intermediate_size": None}, "config.json has no moe_intermediate_size; add it"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step: 0; a whole number above 0"),
+        ({"mlp_only_layers": ["1"]}, r"mlp_only_layers: \['1'\]; the numbers of layers"),
+        ({"mlp_only_layers": [[1]]}, r"mlp_only_layers: \[\[1\]\]; the numbers of layers"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(change: dict[str, Any], message: str) -> None:
@@ -227,12 +229,21 @@ DEEPSEEK: dict[str, Any] = {**SMALL, **LATENT, **GROUPS}
         (3, {"topk_group": 5}, "n_group 4, topk_group 5"),
         (3, {"topk_group": 1}, "topk_group 1 and num_experts_per_tok 3; .* enough of them for a token's experts"),
         (3, {"kv_lora_rank": None}, "config.json has no kv_lora_rank; add it"),
+        (2, {"first_k_dense_replace": -1}, "first_k_dense_replace: -1; 0, or a whole number above it"),
+        (3, {"num_nextn_predict_layers": 10**12}, "num_nextn_predict_layers: 1000000000000; 4096 at most"),
     ],
 )
 def test_deepseek_refuses_what_it_cannot_honour(version: int, change: dict[str, Any], message: str) -> None:
     architecture = {"architectures": [f"DeepseekV{version}ForCausalLM"]}
     with pytest.raises(ConfigError, match=message):
         describe_deepseek({**DEEPSEEK, **architecture, **change})
+
+
+def test_no_shared_experts_may_be_said_as_0() -> None:
+    values = {**DEEPSEEK, "architectures": ["DeepseekV2ForCausalLM"]}
+    assert describe_deepseek({**values, "n_shared_experts": 0}) == describe_deepseek(
+        {**values, "n_shared_experts": None}
+    )
 
 
 def test_layers_that_draft_tokens_are_passed_over(

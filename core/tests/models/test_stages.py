@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from fourfold.config.engine_config import EngineConfig
 from fourfold.config.model_config import ModelConfig
 from fourfold.config.options import build_engine_config
 from fourfold.contracts.attention_backend import AttentionMetadata
+from fourfold.contracts.step_part import StepVote
+from fourfold.distributed.group_coordinator import GroupCoordinator
+from fourfold.distributed.model_parallel import GroupLinks, ModelParallel, initialize_model_parallel
 from fourfold.entries import WorkerContext
 from fourfold.errors import CheckpointError, ConfigError, EngineError
 from fourfold.layout import ParallelLayout
@@ -111,7 +115,9 @@ class Loader:
         self._checkpoint = resolve_checkpoint(self._config.model, registry, NoProgress())
         self.description = self._checkpoint.description
 
-    def load(self, stage: Stage, *, without: Iterable[str] = ()) -> tuple[Decoder, list[str]]:
+    def load(
+        self, stage: Stage, *, without: Iterable[str] = (), parallel: ModelParallel | None = None
+    ) -> tuple[Decoder, list[str]]:
         counting: Any = CountingFormat(self._checkpoint.format, without)
         checkpoint = Checkpoint(
             folder=self._checkpoint.folder, format=counting, description=self._checkpoint.description
@@ -123,6 +129,7 @@ class Loader:
             device=torch.device("cpu"),
             dtype=torch.float32,
             progress=NoProgress(),
+            parallel=parallel,
             stage=stage,
         )
         return decoder, counting.read
@@ -158,6 +165,30 @@ def test_a_stage_reads_its_own_tensors_alone(loader: Any, name: str) -> None:
     assert [one & ends for one in read] == [{"model.embed_tokens.weight"}, set(), {"model.norm.weight", head}]
     layers = [{int(name.split(".")[2]) for name in one - ends} for one in read]
     assert layers == [{0, 1}, {2, 3}, {4}]
+
+
+class OtherEngine:
+    """A communicator over which one more rank, of an engine with 3 tokens, always votes."""
+
+    rank, world_size = 0, 2
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor + torch.tensor([[0, 0, 0, 0], [3, 1, 1, 0]], dtype=tensor.dtype)
+
+
+def test_a_stage_without_experts_votes_for_the_engines_that_share_them(loader: Any) -> None:
+    family, settings = FAMILIES["mixtures"]
+    link: Any = OtherEngine()
+    alone = initialize_model_parallel(
+        ParallelLayout(), 0, lambda *group: GroupLinks(name="", communicator=link, host=link)
+    )
+    shared = replace(alone, ep=GroupCoordinator(name="ep", ranks=(0, 1), rank=0, communicator=link))
+    parts = loader(family, **settings)
+    dense, idle = stages((1, 1, 3))[1], StepVote(has_work=False, may_pause=True)
+    assert parts.load(dense, parallel=alone)[0].step_parts == ()
+    (part,) = parts.load(dense, parallel=shared)[0].step_parts
+    assert part.begin_step(0, idle, is_decode=True) == StepVote(has_work=True, may_pause=True)
+    assert part.take_turns(0) is None
 
 
 def test_the_last_stage_needs_the_tied_embedding(loader: Any) -> None:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from fourfold.errors import ConfigError
 from fourfold.testing.routing import LOADS, RoutingSimulator, expert_load
 
 
@@ -44,3 +45,24 @@ def test_equal_seeds_route_alike_and_an_expert_without_load_is_not_asked() -> No
     assert torch.equal(first, second)
     assert not torch.equal(first, other)
     assert (first > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("load", "top_k", "message"),
+    [
+        ([[1.0, 0.0, 2.0], [1.0, 1.0, 1.0]], 3, "asks for 3 experts that differ; from 1 to 2, which have any load"),
+        ([[0.0, 0.0]], 1, "from 1 to 0"),
+        ([[1.0, 1.0]], 0, "asks for 0 experts that differ; from 1 to 2"),
+        ([[1.0, -1.0]], 1, "a number of 0 or more for each expert"),
+        ([[1.0, np.nan]], 1, "a number of 0 or more for each expert"),
+    ],
+)
+def test_a_load_that_no_router_could_have_is_refused(load: list[list[float]], top_k: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RoutingSimulator(np.array(load), top_k=top_k)
+
+
+def test_an_unknown_load_names_those_that_there_are() -> None:
+    with pytest.raises(ConfigError, match="no load is called 'zip'; there are even, hot, lognormal, zipf"):
+        expert_load("zip", 1, 4)
+    assert expert_load("hot", 1, 1).tolist() == [[1.0]]

@@ -69,7 +69,7 @@ def poisoned(rank: Rank) -> None:
         holes = (arrived.ids < 0).all(1)
         assert holes.any()
         assert arrived.x[holes].isnan().all()
-        all_to_all.combine_send(cases.apply_experts(arrived))
+        all_to_all.combine_send(cases.apply_experts(arrived, rank.rank, rank.world_size))
         cases.check(all_to_all.combine_receive(), step, rank.world_size)
 
 

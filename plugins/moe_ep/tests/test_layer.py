@@ -7,6 +7,7 @@ import pytest
 
 from fourfold.config.engine_config import EngineConfig
 from fourfold.config.parallel_config import ParallelConfig
+from fourfold.errors import ConfigError
 from fourfold.models.description import MixtureDescription
 from fourfold.plugins import load_plugins
 from fourfold.selection import select
@@ -14,6 +15,7 @@ from fourfold.testing import moe_cases as cases
 from fourfold.testing.moe import MoEConformance
 from fourfold.testing.rank_process import Rank
 from fourfold.testing.ranks import RankPool
+from fourfold_moe_ep.placement import Linear
 from fourfold_moe_ep.settings import ExpertParallelSettings
 
 Pool = Callable[[int], RankPool]
@@ -70,6 +72,31 @@ def placed(rank: Rank, placement: str) -> list[int]:
 )
 def test_placements_say_who_reads_what(rank_pool: Pool, placement: str, expected: list[list[int]]) -> None:
     assert rank_pool(3).run(placed, placement) == expected
+
+
+def misplaced(rank: Rank, owners: list[int]) -> str:
+    """What is said to a placement with an answer of its own."""
+    right, Linear.place = Linear.place, lambda self, num_physical, num_ranks: tuple(owners)  # type: ignore[assignment]
+    try:
+        return str(placed(rank, "linear"))
+    except ConfigError as error:
+        return str(error)
+    finally:
+        Linear.place = right  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("owners", [[0, 1, 0, 1, 0, 1], [0, 1, 2, 0, 1, 2, 0], [0, -1, 0, 1, 0, 1, 0]])
+def test_experts_are_on_ranks_that_are_there(rank_pool: Pool, owners: list[int]) -> None:
+    said = rank_pool(2).run(misplaced, owners)
+    expected = (
+        f"expert placement 'linear' puts experts on ranks {owners}; it is to give a rank from 0 to 1 for each of 7"
+    )
+    assert said == [expected] * 2
+
+
+def test_a_rank_may_have_most_experts_or_none(rank_pool: Pool) -> None:
+    assert rank_pool(2).run(misplaced, [1, 0, 1, 1, 1, 1, 1]) == ["[1]", "[0, 2, 3, 4, 5, 6]"]
+    assert rank_pool(2).run(misplaced, [0] * 7) == ["[0, 1, 2, 3, 4, 5, 6]", "[]"]
 
 
 def copied(rank: Rank, all_to_all: str) -> list[int]:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from fourfold.contracts.step_part import StepPart, StepVote
+from fourfold.distributed.ballot import Ballot, Outcome
 from fourfold.models.description import MixtureDescription
 from fourfold.testing import moe_cases as cases
 from fourfold.testing.communicator_cases import connected
 from fourfold.testing.rank_process import Rank
 from fourfold.testing.ranks import RankPool
-from fourfold_moe_ep.ballot import Ballot, Outcome
 
 Pool = Callable[[int], RankPool]
 WORK = StepVote(has_work=True, may_pause=False)

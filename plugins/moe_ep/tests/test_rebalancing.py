@@ -8,12 +8,16 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from fourfold.contracts.mixture import ExpertMap
 from fourfold.distributed.group_coordinator import GroupCoordinator
 from fourfold.models.description import MixtureDescription
 from fourfold.testing import moe_cases as cases
 from fourfold.testing.rank_process import Rank
 from fourfold.testing.ranks import RankPool
+from fourfold_moe_ep.expert_copies import map_of
 from fourfold_moe_ep.expert_moves import Move, moves_of, settle, spread_places
+from fourfold_moe_ep.planner import Planner
+from fourfold_moe_ep.rebalancer import GreedyRebalancer
 from fourfold_moe_ep.rebalancing import pays
 from fourfold_moe_ep.settings import ExpertParallelSettings
 
@@ -136,6 +140,49 @@ def test_hot_experts_are_copied_and_all_ranks_count_alike(rank_pool: Pool, all_t
     assert after > before + 0.05
     assert num_rebalances >= 1
     assert moves > 0
+
+
+class Shuffling:
+    """Has another plan on every rank, and each time."""
+
+    def balance(self, load: NDArray[np.float64], num_ranks: int, num_slots: int) -> ExpertMap:
+        balanced = GreedyRebalancer().balance(load, num_ranks, num_slots).physical_to_logical
+        return map_of(np.random.default_rng().permuted(balanced, axis=1), load.shape[1])
+
+
+class Planless:
+    def balance(self, load: NDArray[np.float64], num_ranks: int, num_slots: int) -> ExpertMap:
+        raise RuntimeError("no plan today")
+
+
+ASKED = 4
+
+
+def is_asked(rank: Rank, kind: str) -> list[float]:
+    """Steps with a rebalancer that is asked whenever nothing moves: [failures of plans, of moves]."""
+    x, expected = noise(9), cases.dense(MIXTURE, TENSORS, noise(9))
+    with cases.grouped(rank, COMM) as group:
+        layers = build(group, "auto", interval=1, gain=0.0)
+        spread = layers[0]._spread
+        odd = {"shuffling": Shuffling, "planless": Planless}[kind]()
+        spread._rebalancing._planner = Planner(odd, spread.owners, group.world_size)
+        for _ in range(ASKED):
+            for layer in layers:
+                cases.check(layer(x), expected)
+            spread.end_step()
+            while spread._rebalancing.moving:
+                spread.end_step()
+        maps = torch.tensor(np.stack([layer._held.logical for layer in layers]))
+        assert torch.equal(group.all_reduce(maps.clone()), 2 * maps), "all ranks have the same maps"
+        return [spread._rebalancing.counters[f"expert_{name}_failures"] for name in ("rebalance", "move")]
+
+
+def test_ranks_take_one_plan_though_each_would_have_another(rank_pool: Pool) -> None:
+    assert rank_pool(2).run(is_asked, "shuffling") == [[0, 0]] * 2
+
+
+def test_steps_go_on_where_there_is_no_plan(rank_pool: Pool) -> None:
+    assert rank_pool(2).run(is_asked, "planless") == [[ASKED, 0]] * 2
 
 
 def test_experts_that_stay_on_a_rank_stay_in_their_place() -> None:

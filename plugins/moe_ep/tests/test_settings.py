@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from fourfold.config.backend_config import BackendConfig
 from fourfold.config.engine_config import EngineConfig
 from fourfold.config.parallel_config import ParallelConfig
 from fourfold.errors import ConfigError
@@ -30,3 +33,12 @@ def test_what_has_no_effect_is_refused(settings: ExpertParallelSettings, spread:
         return
     with pytest.raises(ConfigError, match=message):
         registry.check_config(config)
+
+
+def test_a_rebalancer_is_asked_after_some_steps() -> None:
+    backends = BackendConfig(rebalancer="greedy")
+    config = EngineConfig(parallel=ParallelConfig(enable_expert_parallel=True), backends=backends)
+    with pytest.raises(ConfigError, match="--rebalancer is greedy, and experts stay where they are; set --moe-ep-reb"):
+        load_plugins().check_config(config)
+    settings = ExpertParallelSettings(rebalance_interval=9)
+    load_plugins().check_config(replace(config, plugins={PLUGIN: settings}))

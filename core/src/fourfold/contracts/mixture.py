@@ -34,7 +34,8 @@ class Experts(Protocol):
         """``down(act(gate(x)) * up(x))`` of each row's experts, weighted and summed.
 
         ``x`` [R, H]; ``ids`` int32 [R, K], each a local slot or -1; ``weights`` fp32 [R, K] -> [R, H] in the dtype of
-        ``x``. The values of a row whose ids are all -1 do not matter, NaN included, and it gives 0.
+        ``x``. The values of a row whose ids are all -1 do not matter, NaN included, and it gives 0. No row depends on
+        another one, and the tensors stay as they are.
         """
 
 
@@ -70,7 +71,7 @@ class AllToAll(Protocol):
     ) -> None:
         """Start sending ``x`` [T, H], with ``ids`` int32 [T, K] of physical experts and ``weights`` fp32 [T, K].
 
-        ``sizes`` are the tokens of every rank, as all ranks have agreed on them.
+        ``sizes`` are the tokens of every rank, as all ranks have agreed on them. The tensors stay as they are.
         """
 
     def dispatch_receive(self, *, channel: int = 0) -> DispatchedTokens:
@@ -80,7 +81,7 @@ class AllToAll(Protocol):
         """Start sending back ``partial`` [R, H]: for each row that arrived, the sum over this rank's experts."""
 
     def combine_receive(self, *, channel: int = 0) -> torch.Tensor:
-        """[T, H]: each token's partial sums, added in the order of ranks."""
+        """[T, H]: each token's partial sums, added in the order of ranks; no call of another channel changes it."""
 
     def close(self) -> None:
         """Release everything; idempotent."""
@@ -106,7 +107,10 @@ class ExpertMap:
 
 
 class Rebalancer(Protocol):
-    """Decides which experts get copies and where they go; deterministic, so that every rank decides alike."""
+    """Decides which experts get copies and where they go. The first rank asks, between two steps, for all."""
 
     def balance(self, load: NDArray[np.float64], num_ranks: int, num_slots: int) -> ExpertMap:
-        """``load`` [L, E] is the share of tokens of each logical expert; ``num_slots`` is P, over all ranks."""
+        """``load`` [L, E] is the share of tokens of each logical expert; ``num_slots`` is P, over all ranks.
+
+        Where it raises, takes long, or gives a map without a copy of some expert, experts stay where they are.
+        """

@@ -24,6 +24,7 @@ from fourfold.layers.whole_norm import WholeNorm
 from fourfold.models.adapters import AdapterSlots, AdapterTarget
 from fourfold.models.decoder import Decoder
 from fourfold.models.decoder_layer import DecoderLayer, HeadNorm, LayerParts
+from fourfold.models.expertless_stage import first_step_parts
 from fourfold.models.feed_forward import DenseFeedForward
 from fourfold.models.latent_tensors import latent_tensors
 from fourfold.models.mixture_tensors import mixture_tensors
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
         TensorSlices,
         VocabularyLayer,
     )
-    from fourfold.contracts.step_part import StepPart
     from fourfold.distributed.group_coordinator import GroupCoordinator
     from fourfold.entries import Entry
     from fourfold.models.description import ModelDescription
@@ -103,7 +103,7 @@ class DecoderBuilder:
         self._method, self._operators, self._attentions = self._choose_backends(rank)
         enabled = config.lora.enable_lora
         self._lora = LoraLinearMethod(self._method, device=device, dtype=dtype) if enabled else None
-        self._shared: dict[str, StepPart] = {}
+        self._shared = first_step_parts(description, stage, group, expert_group)
         """What layers have in common."""
         self._factory = ParallelLayerFactory(
             config,

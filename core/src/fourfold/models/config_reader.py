@@ -18,12 +18,11 @@ class ConfigReader:
 
     def integer(self, key: str, default: int | None = None, *, most: int = 2**31 - 1) -> int:
         """A whole number from 1 to ``most``; required when there is no default."""
-        value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{self.where} has {key}: {value!r}; a whole number above 0")
-        if value > most:
-            raise ConfigError(f"{self.where} has {key}: {value}; {most} at most")
-        return value
+        return self._whole(key, self._value(key, default), 1, most)
+
+    def count(self, key: str, default: int, *, most: int) -> int:
+        """A whole number from 0 to ``most``."""
+        return self._whole(key, self._value(key, default), 0, most)
 
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number; required when there is no default."""
@@ -72,6 +71,14 @@ class ConfigReader:
     def has(self, key: str) -> bool:
         """Whether the key is there and not null."""
         return self.values.get(key) is not None
+
+    def _whole(self, key: str, value: Any, least: int, most: int) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            means = "a whole number above 0" if least else "0, or a whole number above it"
+            raise ConfigError(f"{self.where} has {key}: {value!r}; {means}")
+        if value > most:
+            raise ConfigError(f"{self.where} has {key}: {value}; {most} at most")
+        return value
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.values.get(key)

@@ -16,7 +16,7 @@ from fourfold.models.description import (
     ModelDescription,
 )
 from fourfold.models.family_settings import MAX_LAYERS, architecture_of, open_config, read_decoder
-from fourfold.models.mixture_families import read_mixture
+from fourfold.models.mixture_families import MAX_EXPERTS, read_mixture
 from fourfold.models.rotary_settings import read_rotary, score_temperature
 
 _V2_METHOD = re.compile(r"((group_limited_)?greedy)?")
@@ -29,7 +29,7 @@ def describe_deepseek(values: Mapping[str, Any]) -> ModelDescription:
     if config.flag("mlp_bias", False):
         raise ConfigError("config.json has mlp_bias: true; DeepSeek's feed-forward has no biases here")
     num_layers = config.integer("num_hidden_layers", most=MAX_LAYERS)
-    num_dense = int(config.number("first_k_dense_replace", 3 if third else 0))
+    num_dense = config.count("first_k_dense_replace", 3 if third else 0, most=MAX_LAYERS)
     layers = tuple(LayerDescription(mixture=layer >= num_dense) for layer in range(num_layers))
     if config.integer("moe_layer_freq", 1) != 1:
         raise ConfigError(f"config.json has moe_layer_freq: {config.integer('moe_layer_freq')}; 1 is supported")
@@ -46,7 +46,7 @@ def describe_deepseek(values: Mapping[str, Any]) -> ModelDescription:
         attention_scale=query_dim**-0.5 * score_temperature(config, rotary) ** 2,
         latent=latent,
         mixture=_mixture(config, third),
-        unused_layers=int(config.number("num_nextn_predict_layers", 0)) if third else 0,
+        unused_layers=config.count("num_nextn_predict_layers", 0, most=MAX_LAYERS) if third else 0,
         qkv_bias=bias,
         output_bias=bias,
         tied_embeddings=config.flag("tie_word_embeddings", False),
@@ -69,7 +69,7 @@ def _mixture(config: ConfigReader, third: bool) -> MixtureDescription:
     scoring = config.text("scoring_func", "sigmoid" if third else "softmax")
     if scoring != ("sigmoid" if third else "softmax"):
         raise ConfigError(f"config.json has scoring_func: {scoring!r}, which {architecture_of(config.values)} has not")
-    shared = config.integer("n_shared_experts") if config.has("n_shared_experts") else 0
+    shared = config.count("n_shared_experts", 0, most=MAX_EXPERTS)
     mixture = replace(
         base,
         scale=config.number("routed_scaling_factor", 2.5 if third else 1.0),

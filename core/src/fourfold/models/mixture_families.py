@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from fourfold.errors import ConfigError
 from fourfold.models.config_reader import ConfigReader
@@ -18,6 +18,9 @@ from fourfold.models.family_settings import (
     read_sliding,
     read_window,
 )
+
+MAX_EXPERTS: Final = 1 << 16
+"""Far beyond any model; each has tensors of its own."""
 
 
 def describe_mixtral(values: Mapping[str, Any]) -> ModelDescription:
@@ -89,7 +92,7 @@ def read_mixture(config: ConfigReader, *, intermediate_size: int, top_k: int) ->
     counts = [key for key in EXPERT_COUNTS if config.has(key)]
     if not counts:
         raise ConfigError(f"config.json has no {EXPERT_COUNTS[0]}; add it")
-    num_experts = config.integer(counts[0], most=1 << 16)
+    num_experts = config.integer(counts[0], most=MAX_EXPERTS)
     mixture = MixtureDescription(
         num_experts=num_experts,
         top_k=config.integer("num_experts_per_tok", top_k),
@@ -107,5 +110,7 @@ def read_mixture(config: ConfigReader, *, intermediate_size: int, top_k: int) ->
 def _qwen_mixes(config: ConfigReader, num_layers: int) -> list[bool]:
     """Whether each layer has a mixture, and not a dense feed-forward."""
     step = config.integer("decoder_sparse_step", 1)
-    dense = set(config.sequence("mlp_only_layers", 0) or ())
+    dense = config.sequence("mlp_only_layers", 0) or []
+    if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in dense):
+        raise ConfigError(f"config.json has mlp_only_layers: {dense}; the numbers of layers")
     return [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]

@@ -56,6 +56,9 @@ class AllToAllConformance(Conformance):
     def test_holes_are_never_read(self, run: Run) -> None:
         run(cases.poisons_holes)
 
+    def test_what_is_sent_stays_as_it_is(self, run: Run) -> None:
+        run(cases.leaves_inputs_alone)
+
     def test_bfloat16_is_carried(self, run: Run) -> None:
         run(cases.carries_bfloat16)
 

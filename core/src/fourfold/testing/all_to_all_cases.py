@@ -1,4 +1,5 @@
-"""What ``AllToAllConformance`` runs on every rank. Experts multiply, so that what comes back can be computed here.
+"""What ``AllToAllConformance`` runs on every rank. Experts multiply, so that what comes back can be computed here, and
+each does so on its own rank only: an all-to-all that carries nothing brings NaN back.
 
 Every rank can make the tokens of any other, and compares with the sum over ranks, in their order.
 """
@@ -9,7 +10,7 @@ import random
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -30,6 +31,7 @@ TOP_K = 3
 class Step:
     """Tokens of one rank in one step."""
 
+    rank: int
     sizes: list[int]
     x: torch.Tensor
     ids: torch.Tensor
@@ -37,12 +39,7 @@ class Step:
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Step:
         """The same, elsewhere."""
-        return Step(
-            sizes=self.sizes,
-            x=self.x.to(device, dtype),
-            ids=self.ids.to(device),
-            weights=self.weights.to(device),
-        )
+        return replace(self, x=self.x.to(device, dtype), ids=self.ids.to(device), weights=self.weights.to(device))
 
 
 def owners_of(world: int) -> torch.Tensor:
@@ -58,6 +55,7 @@ def make_step(
     num_tokens, chosen = sizes[rank], torch.tensor(list(among) or range(num_experts), dtype=torch.int32)
     order = torch.rand(num_tokens, len(chosen), generator=generator).argsort(1)
     return Step(
+        rank=rank,
         sizes=list(sizes),
         x=torch.randn(num_tokens, HIDDEN, generator=generator),
         ids=chosen[order[:, :top_k]],
@@ -103,6 +101,7 @@ def built(
     with connected(rank, communicator, device) as connection:
         all_to_all = build_over(connection, name, place(rank, device), top_k=top_k, dtype=dtype)
         try:
+            assert isinstance(all_to_all.graph_safe, bool)
             yield all_to_all
         finally:
             all_to_all.close()
@@ -113,18 +112,31 @@ def factors(ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return ((ids + 1).float() * weights * (ids >= 0)).sum(1, keepdim=True)
 
 
-def apply_experts(arrived: DispatchedTokens) -> torch.Tensor:
-    """What experts promise: rows without one here give 0, whatever they hold."""
+def apply_experts(arrived: DispatchedTokens, rank: int, world: int) -> torch.Tensor:
+    """What experts promise: rows without one here give 0, whatever they hold. One of another rank gives NaN."""
+    # As ``owners_of`` has it, without a tensor of the host: a device graph may record this.
+    strangers = ((arrived.ids >= 0) & (arrived.ids % world != rank)).any(1, keepdim=True)
     nobody = (arrived.ids < 0).all(1, keepdim=True)
     made = arrived.x.float() * factors(arrived.ids, arrived.weights)
-    return made.masked_fill(nobody, 0.0).to(arrived.x.dtype)
+    return made.masked_fill(nobody, 0.0).masked_fill(strangers, torch.nan).to(arrived.x.dtype)
 
 
-def travel(all_to_all: AllToAll, step: Step, *, channel: int = 0) -> torch.Tensor:
+def compute(all_to_all: AllToAll, step: Step, *, poison: bool = False, channel: int = 0) -> torch.Tensor:
+    """What this rank's experts make of the rows that arrive; ``poison`` makes those NaN that have no expert here."""
+    arrived = all_to_all.dispatch_receive(channel=channel)
+    rows = len(arrived.x)
+    assert (arrived.x.shape, arrived.x.dtype) == ((rows, HIDDEN), step.x.dtype), "x as it was sent"
+    assert (arrived.ids.shape, arrived.ids.dtype) == ((rows, step.ids.shape[1]), torch.int32), "int32 ids [R, K]"
+    assert (arrived.weights.shape, arrived.weights.dtype) == (arrived.ids.shape, torch.float32), "fp32 weights [R, K]"
+    if poison:
+        arrived.x[(arrived.ids < 0).all(1)] = torch.nan
+    return apply_experts(arrived, step.rank, len(step.sizes))
+
+
+def travel(all_to_all: AllToAll, step: Step, *, poison: bool = False, channel: int = 0) -> torch.Tensor:
     """All four phases."""
     all_to_all.dispatch_send(step.x, step.ids, step.weights, sizes=step.sizes, channel=channel)
-    arrived = all_to_all.dispatch_receive(channel=channel)
-    all_to_all.combine_send(apply_experts(arrived), channel=channel)
+    all_to_all.combine_send(compute(all_to_all, step, poison=poison, channel=channel), channel=channel)
     return all_to_all.combine_receive(channel=channel)
 
 
@@ -134,7 +146,7 @@ def expected(step: Step, world: int) -> torch.Tensor:
     total = torch.zeros(step.x.shape)
     for rank in range(world):
         there = step.ids.cpu().masked_fill(owners[step.ids.cpu()] != rank, -1)
-        total += apply_experts(DispatchedTokens(step.x.cpu(), there, step.weights.cpu())).float()
+        total += apply_experts(DispatchedTokens(step.x.cpu(), there, step.weights.cpu()), rank, world).float()
     return total
 
 
@@ -205,11 +217,19 @@ def poisons_holes(rank: Rank, name: str, communicator: str, device: str) -> None
         for seed in range(4):
             step = make_step(rank.rank, [13] * world, len(owners_of(world)), seed=seed)
             step = step.to(place(rank, device), torch.float32)
-            all_to_all.dispatch_send(step.x, step.ids, step.weights, sizes=step.sizes)
-            arrived = all_to_all.dispatch_receive()
-            arrived.x[(arrived.ids < 0).all(1)] = torch.nan
-            all_to_all.combine_send(apply_experts(arrived))
-            check(all_to_all.combine_receive(), step, world)
+            check(travel(all_to_all, step, poison=True), step, world)
+
+
+def leaves_inputs_alone(rank: Rank, name: str, communicator: str, device: str) -> None:
+    """What is sent is still the caller's, whose shared experts read it afterwards."""
+    world = rank.world_size
+    with built(rank, name, communicator, device) as all_to_all:
+        step = make_step(rank.rank, [12] * world, len(owners_of(world))).to(place(rank, device), torch.float32)
+        sent = replace(step, x=step.x.clone(), ids=step.ids.clone(), weights=step.weights.clone())
+        check(travel(all_to_all, sent), step, world)
+        assert torch.equal(sent.x, step.x), "x is as it was"
+        assert torch.equal(sent.ids, step.ids), "ids are as they were"
+        assert torch.equal(sent.weights, step.weights), "weights are as they were"
 
 
 def carries_bfloat16(rank: Rank, name: str, communicator: str, device: str) -> None:
@@ -241,7 +261,7 @@ def survives_skew(rank: Rank, name: str, communicator: str, device: str, rounds:
             all_to_all.dispatch_send(step.x, step.ids, step.weights, sizes=step.sizes)
             if late.random() < 0.05:
                 pause.wait(late.random() * 0.002)
-            made = apply_experts(all_to_all.dispatch_receive())
+            made = compute(all_to_all, step)
             all_to_all.combine_send(made)
             if late.random() < 0.05:
                 pause.wait(late.random() * 0.002)
@@ -261,10 +281,11 @@ def overlaps_channels(rank: Rank, name: str, communicator: str, device: str) -> 
             steps = [step.to(place(rank, device), torch.float32) for step in steps]
             for channel, step in enumerate(steps):
                 all_to_all.dispatch_send(step.x, step.ids, step.weights, sizes=step.sizes, channel=channel)
-            for channel in range(2):
-                all_to_all.combine_send(apply_experts(all_to_all.dispatch_receive(channel=channel)), channel=channel)
             for channel, step in enumerate(steps):
-                check(all_to_all.combine_receive(channel=channel), step, world)
+                all_to_all.combine_send(compute(all_to_all, step, channel=channel), channel=channel)
+            found = [all_to_all.combine_receive(channel=channel) for channel in range(2)]
+            for out, step in zip(found, steps):
+                check(out, step, world)
 
 
 def closes_twice(rank: Rank, name: str, communicator: str, device: str) -> None:

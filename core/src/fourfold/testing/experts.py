@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 import pytest
 import torch
 
 from fourfold.config.engine_config import EngineConfig
 from fourfold.config.model_config import Dtype, ModelConfig
-from fourfold.contracts.mixture import Experts
+from fourfold.contracts.mixture import ExpertPart, Experts
 from fourfold.entries import ExpertsContext
 from fourfold.layers.torch_operators import TorchOperators
 from fourfold.layers.weight_memory import WeightMemory
@@ -20,6 +20,7 @@ from fourfold.testing.conformance import Conformance
 from fourfold.testing.linear_method import assert_near, compute_context
 
 HIDDEN, INNER, NUM_EXPERTS = 64, 48, 5
+_PARTS: Final[tuple[ExpertPart, ...]] = ("gate", "up", "down")
 
 
 class ExpertWeights(NamedTuple):
@@ -85,6 +86,35 @@ class ExpertsConformance(Conformance):
         ids = torch.rand(9, NUM_EXPERTS).argsort(dim=1)[:, :2]
         self.check([(dtype, act, experts, self.fill(experts, dtype)) for dtype, act, experts, _ in built], ids)
 
+    def test_a_matrix_is_what_was_loaded(self, built: list[tuple[Dtype, Activation, Experts, ExpertWeights]]) -> None:
+        """A rank that takes an expert over reads it so: each part as it was given last, of each slot."""
+        again = [(dtype, act, experts, self.fill(experts, dtype)) for dtype, act, experts, _ in built]
+        for dtype, _, experts, held in again:
+            for part, weights in zip(_PARTS, held):
+                for expert in range(NUM_EXPERTS):
+                    loaded = weights[expert].to(getattr(torch, dtype))
+                    torch.testing.assert_close(experts.matrix(expert, part).cpu(), loaded, rtol=0, atol=0)
+
+    def test_an_expert_may_move_to_another_slot(
+        self, built: list[tuple[Dtype, Activation, Experts, ExpertWeights]]
+    ) -> None:
+        for dtype, activation, experts, held in built:
+            for part in _PARTS:
+                experts.load(0, part, experts.matrix(NUM_EXPERTS - 1, part).clone())
+            moved = ExpertWeights(*(torch.cat((weights[-1:], weights[1:])) for weights in held))
+            self.check([(dtype, activation, experts, moved)], torch.arange(NUM_EXPERTS).repeat(4, 1))
+
+    def test_a_row_of_nan_spoils_no_other(self, built: list[tuple[Dtype, Activation, Experts, ExpertWeights]]) -> None:
+        ids = torch.rand(9, NUM_EXPERTS).argsort(dim=1)[:, :2]
+        weights = torch.rand(ids.shape)
+        others = torch.arange(len(ids)) != 4
+        for dtype, activation, experts, held in built:
+            x = torch.randn(len(ids), HIDDEN).to(getattr(torch, dtype))
+            expected = _row_by_row(x.float(), ids, weights, held, activation)
+            x[4] = torch.nan
+            found = experts(x.to(self.device), ids.to(self.device, torch.int32), weights.to(self.device)).cpu()
+            assert_near(found[others], expected[others], dtype, x.dtype)
+
     def test_their_memory_is_what_the_context_gives(self) -> None:
         """An engine that sleeps takes it back, and loads it again when it wakes."""
         entry = load_plugins().experts()[self.name]
@@ -112,8 +142,12 @@ class ExpertsConformance(Conformance):
             x = torch.randn(ids.shape[0], HIDDEN).to(getattr(torch, dtype))
             expected = _row_by_row(x.float(), ids, weights, held, activation)
             x[empty] = torch.nan
-            found = experts(x.to(self.device), ids.to(self.device, torch.int32), weights.to(self.device, torch.float32))
+            given = (x.to(self.device), ids.to(self.device, torch.int32), weights.to(self.device, torch.float32))
+            before = [tensor.clone() for tensor in given]
+            found = experts(*given)
             assert_near(found.cpu(), expected, dtype, x.dtype)
+            for tensor, was in zip(given, before):
+                torch.testing.assert_close(tensor, was, rtol=0, atol=0, equal_nan=True, msg="what they are given stays")
             assert not found.cpu()[empty].any(), "rows without an expert here must give 0"
 
     def fill(self, experts: Experts, dtype: Dtype) -> ExpertWeights:

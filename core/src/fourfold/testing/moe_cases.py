@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -70,8 +71,9 @@ class CountedSlices:
         return taken
 
 
-def computes(rank: Rank, backends: Backends) -> None:
-    """Every kind of mixture, for several numbers of tokens, none among them."""
+def computes(rank: Rank, backends: Backends) -> list[str]:
+    """Every kind of mixture, for several numbers of tokens, none among them; digests of the bits that came out."""
+    digests = []
     with grouped(rank, backends) as group:
         for number, settings in enumerate(MIXTURES):
             mixture = MixtureDescription(**settings)
@@ -79,7 +81,22 @@ def computes(rank: Rank, backends: Backends) -> None:
             moe, _ = build(group, backends, mixture, tensors)
             for count in (1, 33, 0, 7):
                 x = torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(count))
-                check(moe(x.clone()), dense(mixture, tensors, x))
+                found = moe(x.clone())
+                check(found, dense(mixture, tensors, x))
+                digests.append(hashlib.sha256(found.numpy().tobytes()).hexdigest())
+    return digests
+
+
+def takes_other_weights(rank: Rank, backends: Backends) -> None:
+    """Every parameter a second time, as an engine does that is given another model, or wakes up."""
+    mixture = MixtureDescription(**MIXTURES[-1])
+    with grouped(rank, backends) as group:
+        moe, _ = build(group, backends, mixture, random_tensors(mixture, seed=5))
+        others = random_tensors(mixture, seed=6)
+        for name, tensor in others.items():
+            moe.load(name, CountedSlices(tensor))
+        x = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(3))
+        check(moe(x.clone()), dense(mixture, others, x))
 
 
 def takes_all_tokens_to_one_expert(rank: Rank, backends: Backends) -> None:

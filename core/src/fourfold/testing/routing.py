@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
+from fourfold.errors import ConfigError
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -46,7 +48,9 @@ LOADS: Final[Mapping[str, Callable[[np.random.Generator, int], NDArray[np.float6
 
 
 def expert_load(kind: str, num_layers: int, num_experts: int, *, seed: int = 0) -> NDArray[np.float64]:
-    """[L, E], the share of each expert in what a layer asks for; ``kind`` is a key of ``LOADS``."""
+    """[L, E], the share of each expert in what a layer asks for; raises ConfigError for a ``kind`` not in ``LOADS``."""
+    if kind not in LOADS:
+        raise ConfigError(f"no load is called {kind!r}; there are {', '.join(LOADS)}")
     generator = np.random.default_rng(seed)
     load = np.stack([LOADS[kind](generator, num_experts) for _ in range(num_layers)])
     shares: NDArray[np.float64] = load / load.sum(axis=1, keepdims=True)
@@ -61,7 +65,14 @@ class RoutingSimulator:
     """
 
     def __init__(self, load: NDArray[np.float64], *, top_k: int, seed: int = 0) -> None:
-        """``load`` [L, E], of any scale."""
+        """``load`` [L, E], of any scale. Raises ConfigError for one that is no share, or in which fewer than ``top_k``
+        experts of a layer have any.
+        """
+        if not (np.isfinite(load).all() and (load >= 0).all()):
+            raise ConfigError("a load is a number of 0 or more for each expert")
+        asked = int((load > 0).sum(axis=1).min(initial=load.shape[1]))
+        if not 1 <= top_k <= asked:
+            raise ConfigError(f"a token asks for {top_k} experts that differ; from 1 to {asked}, which have any load")
         with np.errstate(divide="ignore"):
             self._logs = torch.from_numpy(np.log(load))
         self._top_k = top_k

@@ -50,8 +50,10 @@ def _agree(
     device: Device,
     measure: Callable[[], StageCosts],
 ) -> tuple[int, ...]:
-    """What the first ranks of all stages find; the others of a stage take it from theirs."""
-    pp, tp = parallel.pp, parallel.tp
+    """What the first ranks of all stages find; the others of a stage take it from theirs, and engines that share
+    experts from the first one: they have to hold the same layers.
+    """
+    pp = parallel.pp
     if config.parallel.pipeline_partition == MEASURED_PARTITION:
         costs = _of_first_stage(measure(), pp)
     else:
@@ -62,9 +64,9 @@ def _agree(
         available=available,
         max_model_len=config.model.max_model_len or description.max_model_len,
         item_bytes=device.dtype.itemsize,
-        tp=tp.world_size,
+        tp=parallel.tp.world_size,
     )
-    sizes: tuple[int, ...] = tp.broadcast_object(partition(costs, pp.world_size, memory))
+    sizes: tuple[int, ...] = parallel.ep.broadcast_object(partition(costs, pp.world_size, memory))
     return sizes
 
 

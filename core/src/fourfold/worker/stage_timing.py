@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from fourfold.contracts.kv_cache_spec import KVCacheConfig, KVCacheGroup
+from fourfold.contracts.step_part import StepVote
 from fourfold.messages import NewRequest, ScheduledRequest
 from fourfold.models.layer_costs import TYPICAL_CONTEXT
 from fourfold.models.stage_partition import Stage, StageCosts
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 REPETITIONS: Final = 7
 """Of which the fastest counts."""
+_WORK: Final = StepVote(has_work=True, may_pause=False)
 
 
 @torch.inference_mode()
@@ -37,11 +39,12 @@ def time_parts(
     *,
     num_requests: int,
     group: GroupCoordinator,
+    recorded: bool = True,
 ) -> StageCosts:
     """Seconds of the embedding, of every layer, and of the head with the choice of a token, for a batch of decodes.
 
     ``load`` gives the real layers of a stage, one of each kind. The ranks of ``group``, which share layers, must all
-    call this.
+    call this, and so must engines that share experts. ``recorded``: whether decode steps will be, where they can.
     """
     kinds: dict[LayerDescription, float] = {}
     first = last = 0.0
@@ -50,18 +53,23 @@ def time_parts(
             continue
         is_end = not kinds  # one model with both ends is enough
         decoder = load(Stage(layers=range(number, number + 1), is_first=is_end, is_last=is_end))
-        step = _DecodeStep(decoder, device, num_requests=num_requests, group=group)
+        step = _DecodeStep(decoder, device, num_requests=num_requests, group=group, recorded=recorded)
         kinds[kind] = step.seconds(step.run_layer)
         if is_end:
             first, last = step.seconds(step.embed), step.seconds(step.logits, step.choose_tokens)
+        for part in decoder.step_parts:
+            part.close()
     return StageCosts(layers=tuple(kinds[kind] for kind in description.layers), first=first, last=last)
 
 
 class _DecodeStep:
     """One token each of some requests with a typical context, through one layer; recorded where steps are."""
 
-    def __init__(self, decoder: Decoder, device: Device, *, num_requests: int, group: GroupCoordinator) -> None:
+    def __init__(
+        self, decoder: Decoder, device: Device, *, num_requests: int, group: GroupCoordinator, recorded: bool
+    ) -> None:
         self._decoder = decoder
+        self._recorded = recorded
         self._device = device
         self._group = group
         self._num_requests = num_requests
@@ -85,11 +93,15 @@ class _DecodeStep:
         then: Callable[[torch.Tensor], object] | None = None,
     ) -> float:
         """Of the fastest repetition of ``part``, and what follows it outside of a recording."""
-        graphs = DecodeGraphs(self._decoder.operators, max_batch_size=self._num_requests, group=self._group)
+        graphs = DecodeGraphs(
+            self._decoder.operators, max_batch_size=self._num_requests, group=self._group, enabled=self._recorded
+        )
         found = []
         with closing(graphs):
             for _ in range(REPETITIONS):
                 started = time.perf_counter()
+                for shared in self._decoder.step_parts:
+                    shared.begin_step(self._num_requests, _WORK, is_decode=True)
                 if self._num_requests in graphs.sizes:
                     output, *_ = graphs.run(self._num_requests, lambda: self._inputs, part)
                 else:

@@ -340,8 +340,15 @@ def _measure(
             stage=stage,
         )
 
-    num_requests = -(-context.config.scheduler.max_num_seqs // parallel.pp.world_size)
-    return time_parts(checkpoint.description, device, load, num_requests=num_requests, group=parallel.tp)
+    config = context.config
+    return time_parts(
+        checkpoint.description,
+        device,
+        load,
+        num_requests=-(-config.scheduler.max_num_seqs // parallel.pp.world_size),
+        group=parallel.tp,
+        recorded=not (config.scheduler.enforce_eager or config.parallel.lockstep),
+    )
 
 
 def _join(config: EngineConfig, loaded: _Loaded, state: RequestState) -> PipelineStage:

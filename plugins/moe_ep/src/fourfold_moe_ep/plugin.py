@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from fourfold.entries import AllToAllEntry, ExpertPlacementEntry, ParallelLayerEntry, RebalancerEntry, Suitability
 from fourfold.errors import ConfigError
 from fourfold.markers import hookimpl
+from fourfold.selection import AUTO
 from fourfold_moe_ep.settings import ExpertParallelSettings, settings_of
 
 if TYPE_CHECKING:
@@ -67,11 +68,15 @@ def fourfold_check_config(config: EngineConfig) -> None:
                 f"{option} is {value}, for experts that are spread over ranks; add --enable-expert-parallel, or leave "
                 "it out"
             )
-    if settings.rebalance_gain != ExpertParallelSettings().rebalance_gain and not settings.rebalance_interval:
-        raise ConfigError(
-            f"--moe-ep-rebalance-gain is {settings.rebalance_gain}, and experts stay where they are; set "
-            "--moe-ep-rebalance-interval too"
-        )
+    asked = {
+        "--rebalancer": (config.backends.rebalancer, AUTO),
+        "--moe-ep-rebalance-gain": (settings.rebalance_gain, ExpertParallelSettings().rebalance_gain),
+    }
+    for option, (given, default) in asked.items():
+        if given != default and not settings.rebalance_interval:
+            raise ConfigError(
+                f"{option} is {given}, and experts stay where they are; set --moe-ep-rebalance-interval too"
+            )
 
 
 @hookimpl

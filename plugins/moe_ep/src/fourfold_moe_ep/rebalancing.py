@@ -1,6 +1,7 @@
 """Moves experts between steps, layer by layer, each as a transaction: all ranks take a layer's new map, or none does.
 
-A layer's map changes only here, between two steps, on all ranks alike: what decides are loads that all have added up.
+A layer's map changes only here, between two steps, on all ranks alike: what decides are loads that all have added up,
+and the plan of the first rank.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 
 from fourfold.errors import FourfoldError
 from fourfold_moe_ep.expert_copies import map_of
-from fourfold_moe_ep.expert_moves import moves_of, settle, spread_places
+from fourfold_moe_ep.expert_moves import moves_of, settle
+from fourfold_moe_ep.planner import PLAN_SECONDS, Planner
 from fourfold_moe_ep.rebalancer import balancedness, rank_loads
 
 if TYPE_CHECKING:
@@ -57,16 +59,18 @@ class Rebalancing:
         interval: int,
         least_gain: float,
         repeats: int = 1,
+        plan_seconds: float = PLAN_SECONDS,
     ) -> None:
         """``held`` is one a layer, and may grow until the first step; ``owners`` is the rank of each physical expert;
-        ``interval`` counts steps; ``repeats`` is how many ranks count the same token.
+        ``interval`` counts steps; ``repeats`` is how many ranks count the same token; ``plan_seconds`` is how long the
+        rebalancer may think, while all ranks wait.
         """
         self._held = held
-        self._rebalancer = rebalancer
         self._communicator = communicator
         self._owners = list(owners)
         self._world_size = 1 if communicator is None else communicator.world_size
         self._rank = 0 if communicator is None else communicator.rank
+        self._planner = Planner(rebalancer, owners, self._world_size, seconds=plan_seconds)
         self._interval = interval
         self._least_gain = least_gain
         self._repeats = repeats
@@ -81,6 +85,7 @@ class Rebalancing:
         self.counters: dict[str, float] = {
             "expert_balancedness": 1.0,
             "expert_rebalances": 0.0,
+            "expert_rebalance_failures": 0.0,
             "expert_moves": 0.0,
             "expert_move_failures": 0.0,
         }
@@ -131,8 +136,10 @@ class Rebalancing:
         self.counters["expert_balancedness"] = now
         if not load.any():
             return
-        balanced = self._rebalancer.balance(load, self._world_size, len(self._owners))
-        new = spread_places(balanced.physical_to_logical, self._owners)
+        new = self._plan(load)
+        if new is None:
+            self.counters["expert_rebalance_failures"] += 1
+            return
         then = balancedness(load, map_of(new, load.shape[1]), self._owners, self._world_size)
         settled = np.stack([settle(row, held.logical, self._owners) for row, held in zip(new, self._held)])
         nbytes = self._held[0].nbytes * int((settled != current.physical_to_logical).sum())
@@ -140,6 +147,15 @@ class Rebalancing:
             log.info("experts move for a balancedness of %.3f in place of %.3f", then, now)
             self.counters["expert_rebalances"] += 1
             self.start(settled)
+
+    def _plan(self, load: NDArray[np.float64]) -> NDArray[np.int32] | None:
+        """Where experts should be, [L, P], as the first rank says to all; None: where they are."""
+        found = self._planner.plan(load) if self._rank == 0 else None
+        if self._communicator is None:
+            return found
+        told = np.full((len(load), len(self._owners)), -1, np.int32) if found is None else found
+        said = self._communicator.broadcast(torch.from_numpy(told).to(self._held[0].device)).cpu().numpy()
+        return None if (said < 0).any() else said
 
     def _current_map(self, num_experts: int) -> ExpertMap:
         return map_of(np.stack([held.logical for held in self._held]), num_experts)
@@ -160,9 +176,9 @@ class Rebalancing:
         """One layer's transaction."""
         held = self._held[layer]
         moves = moves_of(held.logical, new, self._owners)
-        arrived = self._transfer(held, moves)
-        if self._all_agree(arrived is not None) and arrived is not None:
-            for place, matrices in arrived.items():
+        rows = self._prepare(held, moves)
+        if self._all_agree(rows is not None) and rows is not None:
+            for place, matrices in self._transfer(rows, moves).items():
                 held.write(place, matrices)
             held.set_map(new)
             self.counters["expert_moves"] += len(moves)
@@ -170,24 +186,33 @@ class Rebalancing:
             self.counters["expert_move_failures"] += 1
             log.warning("the experts of moe layer %d stay where they are: a rank could not move its own", layer)
 
-    def _transfer(self, held: HeldExperts, moves: Sequence[Move]) -> Mapping[int, torch.Tensor] | None:
-        """This rank's places -> what they will hold; None if an expert of this rank cannot be read."""
-        owners, rank = self._owners, self._rank
-        leaving = sorted((m for m in moves if owners[m.source] == rank), key=lambda m: (owners[m.place], m.place))
-        coming = sorted((m for m in moves if owners[m.place] == rank), key=lambda m: (owners[m.source], m.place))
-        rows = held.new_rows(len(leaving))
-        fine = True
+    def _prepare(self, held: HeldExperts, moves: Sequence[Move]) -> torch.Tensor | None:
+        """The experts that leave this rank, in the order in which they are sent; None if one cannot be read."""
+        leaving = self._leaving(moves)
         try:
+            rows = held.new_rows(len(leaving))
             for row, move in zip(rows, leaving):
                 held.read_into(row, move.source)
         except (FourfoldError, RuntimeError) as error:  # of memory, or an expert that cannot be read
-            log.warning("an expert cannot leave rank %d: %s", rank, error)
-            fine = False
+            log.warning("an expert cannot leave rank %d: %s", self._rank, error)
+            return None
+        return rows
+
+    def _transfer(self, rows: torch.Tensor, moves: Sequence[Move]) -> Mapping[int, torch.Tensor]:
+        """What ``_prepare`` gave, on every rank -> this rank's places, and what they will hold."""
+        owners = self._owners
+        coming = sorted((m for m in moves if owners[m.place] == self._rank), key=lambda m: (owners[m.source], m.place))
         if self._communicator is not None:
-            send = [sum(owners[move.place] == peer for move in leaving) for peer in range(self._world_size)]
-            receive = [sum(owners[move.source] == peer for move in coming) for peer in range(self._world_size)]
+            leaving, ranks = self._leaving(moves), range(self._world_size)
+            send = [sum(owners[move.place] == peer for move in leaving) for peer in ranks]
+            receive = [sum(owners[move.source] == peer for move in coming) for peer in ranks]
             rows = self._communicator.all_to_all(rows, send_sizes=send, receive_sizes=receive)
-        return dict(zip([move.place for move in coming], rows)) if fine else None
+        return dict(zip([move.place for move in coming], rows))
+
+    def _leaving(self, moves: Sequence[Move]) -> list[Move]:
+        """Those whose expert is on this rank, receiver by receiver."""
+        owners = self._owners
+        return sorted((m for m in moves if owners[m.source] == self._rank), key=lambda m: (owners[m.place], m.place))
 
     def _all_agree(self, vote: bool) -> bool:
         if self._communicator is None:

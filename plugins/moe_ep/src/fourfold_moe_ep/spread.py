@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from fourfold.distributed.ballot import Ballot
 from fourfold.entries import AllToAllContext
 from fourfold.errors import ConfigError
 from fourfold.layers.backends import build_backend
 from fourfold.layers.partition import cut_evenly
 from fourfold.models.microbatches import cut_tokens
 from fourfold.selection import AUTO, select
-from fourfold_moe_ep.ballot import Ballot
 from fourfold_moe_ep.expert_copies import first_map
 from fourfold_moe_ep.held_experts import HeldExperts
 from fourfold_moe_ep.overlap import overlap_of
+from fourfold_moe_ep.planner import PLAN_SECONDS
 from fourfold_moe_ep.rebalancing import Rebalancing
 from fourfold_moe_ep.settings import settings_of
 from fourfold_moe_ep.streamed_wire import StreamedWire
@@ -58,7 +59,12 @@ class ExpertSpread:
         backends = context.config.backends
         placement = select("expert placement", registry.expert_placements(), backends.expert_placement, context.config)
         self.placement = placement.entry.name
-        self.owners = placement.entry.build(None).place(self.num_physical, self.world_size)
+        self.owners = tuple(placement.entry.build(None).place(self.num_physical, self.world_size))
+        if len(self.owners) != self.num_physical or not set(self.owners) <= set(range(self.world_size)):
+            raise ConfigError(
+                f"expert placement {self.placement!r} puts experts on ranks {list(self.owners)}; it is to give a rank "
+                f"from 0 to {self.world_size - 1} for each of {self.num_physical}"
+            )
         self.local = [expert for expert, owner in enumerate(self.owners) if owner == self.rank]
         """Physical experts of this rank, by slot."""
         slots = torch.full((self.num_physical + 1,), -1, dtype=torch.int32)
@@ -95,6 +101,8 @@ class ExpertSpread:
                 interval=self._settings.rebalance_interval,
                 least_gain=self._settings.rebalance_gain,
                 repeats=self.world_size if self.wire is None else 1,
+                # A rank that waits for longer than that takes the others for dead.
+                plan_seconds=min(PLAN_SECONDS, context.config.timeouts.rpc_timeout / 2),
             )
 
     def hold(self, experts: Experts, mixture: MixtureDescription, context: ParallelLayerContext) -> HeldExperts:
