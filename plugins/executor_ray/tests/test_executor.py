@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import pytest
 from fourfold.errors import ConfigError, EngineError, ExecutorFailed, RpcTimeout, WorkerError
 from fourfold.testing.processes import still_runs
 from fourfold_executor_ray.executor import RayExecutor
+from fourfold_executor_ray.messages import Plan
 from fourfold_executor_ray.session import members
 from fourfold_executor_ray.settings import RaySettings
 
@@ -36,6 +38,24 @@ def note_failures(executor: RayExecutor) -> list[EngineError]:
     failures: list[EngineError] = []
     executor.on_failure(failures.append)
     return failures
+
+
+def plan_for(address: str) -> Plan:
+    return Plan(
+        address=address,
+        placement="pack",
+        namespace="",
+        group_name="",
+        group_id="",
+        labels=("DP0",),
+        tp=1,
+        replica=0,
+        replicas=1,
+        timeout=1.0,
+        started=0.0,
+        folder="",
+        log_level="info",
+    )
 
 
 def wait_until_gone(pids: list[int]) -> None:
@@ -172,6 +192,74 @@ def test_a_program_that_is_connected_brings_its_cluster_and_its_group(shared_clu
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout == "2\n"
+
+
+IN_A_GROUP = """
+import sys; sys.path.insert(0, {here!r})
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from conftest import make_context
+from fourfold.errors import EngineError
+from fourfold_executor_ray.executor import RayExecutor
+from fourfold_executor_ray.settings import RaySettings
+ray.init(address={address!r}, namespace="ours", configure_logging=False, log_to_driver=False)
+group = placement_group([dict(CPU=1)] * 4, name="shared")
+ray.get(group.ready())
+
+@ray.remote(num_cpus=1)
+class Occupant:
+    def come(self):
+        return None
+
+strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+occupant = Occupant.options(scheduling_strategy=strategy).remote()
+ray.get(occupant.come.remote())
+
+def start(tp, **timeouts):
+    return RayExecutor(make_context(tp, settings=RaySettings(placement_group="shared"), **timeouts))
+
+executors = [start(2), start(1)]
+print(sum(len(executor.collective_rpc("pid")) for executor in executors))
+try:
+    start(1, startup_timeout=3.0)
+except EngineError as error:
+    print(error)
+for executor in executors:
+    executor.shutdown()
+"""
+
+
+def test_engines_of_one_program_share_its_group_with_others(shared_cluster: RayCluster) -> None:
+    code = IN_A_GROUP.format(here=str(HERE), address=shared_cluster.address)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=90)
+    assert result.returncode == 0, result.stderr
+    ranks, shortage = result.stdout.splitlines()
+    assert ranks == "3"
+    assert shortage.startswith("the placement group has 0 CPU(s) free for this engine, which needs 1; nothing came")
+
+
+def test_whoever_does_not_speak_is_named_at_the_deadline(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(EngineError, match=f"^the Ray cluster {address} has not answered within 1 s"):
+            start(2, startup_timeout=1.0)
+
+
+def test_both_versions_are_in_the_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    from fourfold_executor_ray import cluster
+
+    def refuse(**options: object) -> None:
+        raise RuntimeError(
+            "Version mismatch: The cluster was started with:\n    Ray: 2.1\nThis process with:\n    Ray: 2.2\n"
+        )
+
+    monkeypatch.setattr(ray, "init", refuse)
+    with pytest.raises(ConfigError, match=r"started with: Ray: 2\.1 This process with: Ray: 2\.2"):
+        cluster.join_cluster(plan_for("auto"))
 
 
 @pytest.mark.long

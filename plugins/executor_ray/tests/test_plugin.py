@@ -54,8 +54,17 @@ def test_settings_are_options() -> None:
     assert config.plugins["ray"] == RaySettings(address="10.0.0.1:6379", placement="strict-pack")
     with pytest.raises(ConfigError, match="--ray-placement is 'diagonal'"):
         build_engine_config(load_plugins().settings(), ray_placement="diagonal")
-    with pytest.raises(ConfigError, match="for programs outside the cluster; start fourfold on a node of it"):
-        RaySettings(address="ray://10.0.0.1:10001")
+
+
+@pytest.mark.parametrize("where", ["--ray-address", "RAY_ADDRESS"])
+def test_addresses_for_programs_outside_the_cluster_are_refused(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "ray://10.0.0.1:10001"
+    if where == "RAY_ADDRESS":
+        monkeypatch.setenv(where, url)
+    settings = RaySettings(address=url if where == "--ray-address" else "")
+    config = EngineConfig(backends=BackendConfig(executor="ray"), plugins={"ray": settings})
+    with pytest.raises(ConfigError, match=f"{where} is '{url}', for programs outside the cluster; start fourfold on"):
+        load_plugins().check_config(config)
 
 
 def test_replicas_need_a_cluster_that_they_share() -> None:

@@ -40,6 +40,8 @@ class Actors:
         order = dict.fromkeys([own_node, *(place.slot.node.id for place in self._seats)])
         self._numbers = {node: number for number, node in enumerate(order)}
         self._handles: list[Any] = []
+        self._job = ray.get_runtime_context().get_job_id()
+        """A name is given once in a namespace, which engines may share; jobs are all different."""
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -115,7 +117,9 @@ class Actors:
         options = {"num_gpus": 1, "num_cpus": 0} if self._group.kind == "GPU" else {"num_cpus": 1}
         return (
             ray.remote(RankActor)
-            .options(name=self._plan.labels[rank], scheduling_strategy=strategy, max_restarts=0, **options)
+            .options(
+                name=f"{self._plan.labels[rank]} {self._job}", scheduling_strategy=strategy, max_restarts=0, **options
+            )
             .remote()
         )
 

@@ -132,6 +132,7 @@ class RayExecutor(RankExecutor):
             group_id="" if settings.placement_group else _current_group(),
             labels=tuple(self._label(rank) for rank in range(self.world_size)),
             tp=self._layout.tp,
+            replica=self._dp_rank,
             replicas=self._layout.dp,
             timeout=self._timeouts.startup_timeout,
             started=self._started,
@@ -148,6 +149,11 @@ class RayExecutor(RankExecutor):
             try:
                 news = self._news.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
+                if not self._own_address:
+                    raise EngineError(
+                        f"the Ray cluster {self._address} has not answered within "
+                        f"{self._timeouts.startup_timeout:g} s (--startup-timeout)"
+                    ) from None
                 door = self._door
                 missing = [rank for rank in self._missing(opened) if door is None or not door.has_let_in(rank)]
                 raise RpcTimeout("the arrival of ranks", self._timeouts.startup_timeout, missing) from None

@@ -21,6 +21,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     """Of all ranks, in order."""
     tp: int
     """Ranks of a stage."""
+    replica: int
+    """Which of the engines this is."""
     replicas: int
     """Engines that place their ranks like this one."""
     timeout: float
