@@ -72,7 +72,8 @@ def test_stages_are_on_nodes_of_their_own_and_a_lost_rank_is_named(
     first, second = (places[rank][0] for rank in (0, 2))
     assert places == [(first, 0, 2), (first, 1, 2), (second, 0, 2), (second, 1, 2)]
     assert first != second
-    assert executor.collective_rpc("variables", args=(["FOO", "RANK", "HOST_IP"],)) == [["1", None, None]] * 4
+    names = ["FOO", "RANK", "HOST_IP", "OMP_NUM_THREADS"]  # of the last one Ray has an opinion for each rank
+    assert executor.collective_rpc("variables", args=(names,)) == [["1", None, None, os.environ.get(names[3])]] * 4
     assert executor.collective_rpc("meet") == [["0", "1", "2", "3"]] * 4
     rows = executor.processes()
     assert [row["label"] for row in rows] == ["DP0.PP0.TP0", "DP0.PP0.TP1", "DP0.PP1.TP0", "DP0.PP1.TP1"]

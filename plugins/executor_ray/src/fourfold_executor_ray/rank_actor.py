@@ -19,7 +19,7 @@ from fourfold.rpc.frames import Frame, Kind, send_frame
 from fourfold.rpc.rank_executor import ROLE
 from fourfold.rpc.rank_server import RankServer, Seat
 from fourfold.supervision.process_title import name_process
-from fourfold_executor_ray.environment import apply_variables
+from fourfold_executor_ray.environment import apply_variables, forget_reserved_threads
 from fourfold_executor_ray.messages import Arrival, NodeOrders, RankOrders
 from fourfold_executor_ray.node_gate import NodeGate
 
@@ -49,6 +49,7 @@ class RankActor:
         import ray
 
         orders = msgspec.msgpack.decode(encoded, type=RankOrders)
+        forget_reserved_threads(os.environ)
         apply_variables(orders.variables, os.environ)
         place = f"{orders.label} {orders.node}"
         name_process(ROLE, place, log_level=orders.log_level)
