@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import sys
 import types
 
@@ -37,6 +38,16 @@ def test_auto_takes_it_where_a_cluster_is_given_and_says_why(monkeypatch: pytest
 
 def test_by_name_it_needs_no_cluster() -> None:
     assert select("executor", load_plugins().executors(), "ray", TWO).entry.name == "ray"
+
+
+def test_without_ray_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = load_plugins().executors()
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with pytest.raises(ConfigError, match="executor 'ray' cannot run here: the package ray is not installed; pip"):
+        select("executor", entries, "ray", TWO)
+    assert select("executor", entries, "auto", TWO).entry.name == "mp"
 
 
 def test_the_cluster_of_the_program_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -78,6 +80,8 @@ def _suits(config: EngineConfig) -> Suitability:
     if config.nodes.nnodes > 1:
         reason = f"--nnodes is {config.nodes.nnodes}, and Ray finds its nodes by itself; leave the option out"
         return Suitability(score=0, reason=reason)
+    if "ray" not in sys.modules and importlib.util.find_spec("ray") is None:
+        return Suitability(score=0, reason="the package ray is not installed; pip install ray")
     address, where = given_cluster(settings_of(config))
     if address:
         return Suitability(score=200, reason=f"the Ray cluster {address} is given ({where})")
