@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from fourfold.errors import ConfigError, EngineError, ExecutorFailed, RpcTimeout, WorkerError
+from fourfold.rpc.node_ranks import NodeRanks
 from fourfold.testing.processes import still_runs
 from fourfold_executor_ray.executor import RayExecutor
 from fourfold_executor_ray.messages import Plan
@@ -333,3 +334,27 @@ def test_a_cluster_of_its_own_ends_with_it(end: str, tmp_path: Path) -> None:
         wait_until_gone(pids)
     wait_until(lambda: not Path(folder).exists(), "the end of the folder", PROMPTLY)
     assert list(tmp_path.iterdir()) == [], "Ray wrote to the user's home"
+
+
+def test_a_cluster_that_was_about_to_start_leaves_no_folder(tmp_path: Path) -> None:
+    environment = {**with_tests_on_path(), "TMPDIR": str(tmp_path)}
+    environment.pop("RAY_ADDRESS", None)
+    with subprocess.Popen([sys.executable, HERE / "own_cluster.py"], env=environment, stdin=subprocess.PIPE) as program:
+        started = wait_until(lambda: psutil.Process(program.pid).children(), "the start of the driver")
+        program.kill()
+    wait_until_gone([process.pid for process in started])
+    wait_until(lambda: list(tmp_path.iterdir()) == [], "an empty folder", PROMPTLY)
+
+
+def test_a_node_that_cannot_reach_the_executor_says_so(
+    start: Start, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unreachable(NodeRanks):
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            super().__init__(*args, **kwargs)
+            self.url = "tcp://127.0.0.1:1"
+
+    monkeypatch.setattr("fourfold_executor_ray.executor.NodeRanks", Unreachable)
+    says = r"rank 2 on node \S+ has ended before it was connected: no node answers at tcp://127.0.0.1:1 within"
+    with pytest.raises(ExecutorFailed, match=says):
+        start(2, 2, startup_timeout=15.0)

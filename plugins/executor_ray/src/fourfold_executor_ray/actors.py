@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -72,7 +73,7 @@ class Actors:
                 log_level=self._plan.log_level,
                 variables=variables,
             )
-            # Ray waits for the door, if that is still to be opened, and hands over its path.
+            # Ray waits for the door, if that is still to be opened, and hands over its name.
             ends.append(handle.serve.remote(msgspec.msgpack.encode(orders), doors[self.places[rank]]).future())
         return Started({number: door.future() for number, door in doors.items() if number}, ends)
 
@@ -103,7 +104,8 @@ class Actors:
             node=self.nodes[ranks[0]],
             ranks=ranks,
             invitation=invitation,
-            timeout=self._plan.timeout,
+            # To say why before the executor, which has the same deadline, only misses the ranks.
+            timeout=max(1.0, self._plan.started + self._plan.timeout - time.monotonic()),
         )
         return self._handles[ranks[0]].open_gate.remote(msgspec.msgpack.encode(orders))
 
