@@ -169,6 +169,22 @@ def test_a_node_with_other_plugins_is_refused_by_name(
             start(1, 2)
 
 
+@pytest.mark.long
+def test_a_node_without_this_package_is_named(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = tmp_path / "fourfold_executor_ray"
+    absent.mkdir()
+    (absent / "__init__.py").write_text('raise ModuleNotFoundError("there is no such module")')
+    says = (
+        r"^rank 1 on node \S+ has ended before it was connected: its process cannot start: ModuleNotFoundError: there is "
+        r"no such module; install the same fourfold and plugins on every node$"
+    )
+    with started_cluster(1) as cluster:
+        cluster.add(1, str(tmp_path))
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        with pytest.raises(ExecutorFailed, match=says):
+            start(1, 2)
+
+
 IN_A_PROGRAM = """
 import ray, sys
 from ray.util.placement_group import placement_group

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import ray
@@ -19,6 +19,8 @@ from fourfold_executor_ray.environment import shared_variables
 from fourfold_executor_ray.group import BundleGroup
 from fourfold_executor_ray.messages import Invitation, NodeOrders, Plan, RankOrders
 from fourfold_executor_ray.placement import Place, Slot, seat
+
+_CREATION: Final = "error raised in its creation task"
 
 
 class Started(NamedTuple):
@@ -128,7 +130,9 @@ class Actors:
 
 def _reason(text: str) -> str:
     """The line of Ray's text that says why: what it knows of the actor comes before that, and guesses after."""
-    lines = [line.strip() for line in text.splitlines()]
+    lines = [line.strip() for line in text.strip().splitlines()]
     telling = [line for line in lines if line.startswith(("The actor is dead because", "The actor died because"))]
+    if telling and _CREATION in telling[0]:  # an actor does nothing there but import its class
+        return f"its process cannot start: {lines[-1]}; install the same fourfold and plugins on every node"
     line = (telling or [line for line in lines if line] or ["Ray does not say why"])[0]
     return line.partition(" Some common causes")[0].rstrip(".")
