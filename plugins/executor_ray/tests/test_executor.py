@@ -175,8 +175,8 @@ def test_a_node_without_this_package_is_named(start: Start, tmp_path: Path, monk
     absent.mkdir()
     (absent / "__init__.py").write_text('raise ModuleNotFoundError("there is no such module")')
     says = (
-        r"^rank 1 on node \S+ has ended before it was connected: its process cannot start: ModuleNotFoundError: there is "
-        r"no such module; install the same fourfold and plugins on every node$"
+        r"^rank 1 on node \S+ has ended before it was connected: its process cannot start: ModuleNotFoundError: there "
+        r"is no such module; install the same fourfold and plugins on every node$"
     )
     with started_cluster(1) as cluster:
         cluster.add(1, str(tmp_path))
