@@ -154,6 +154,16 @@ def test_a_cluster_with_a_token_lets_in_who_has_it(start: Start, monkeypatch: py
 
 
 @pytest.mark.long
+def test_a_token_that_the_cluster_does_not_have_is_in_the_refusal(
+    start: Start, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
+    with pytest.raises(ExecutorFailed, match=r"rank 0 on node .*: the cluster gave it up, .*; RAY_AUTH_MODE and RAY_A"):
+        start(2)
+
+
+@pytest.mark.long
 def test_a_node_with_other_plugins_is_refused_by_name(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

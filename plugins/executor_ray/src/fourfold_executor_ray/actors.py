@@ -14,13 +14,15 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from fourfold_executor_ray.cluster import nodes
+from fourfold_executor_ray.cluster import ABOUT_TOKENS, nodes
 from fourfold_executor_ray.environment import shared_variables
 from fourfold_executor_ray.group import BundleGroup
 from fourfold_executor_ray.messages import Invitation, NodeOrders, Plan, RankOrders
 from fourfold_executor_ray.placement import Place, Slot, seat
 
 _CREATION: Final = "error raised in its creation task"
+_UNREACHED: Final = "all references to the actor were removed"
+"""What a cluster takes it for if it cannot ask the program that has them."""
 
 
 class Started(NamedTuple):
@@ -134,5 +136,7 @@ def _reason(text: str) -> str:
     telling = [line for line in lines if line.startswith(("The actor is dead because", "The actor died because"))]
     if telling and _CREATION in telling[0]:  # an actor does nothing there but import its class
         return f"its process cannot start: {lines[-1]}; install the same fourfold and plugins on every node"
+    if telling and _UNREACHED in telling[0]:
+        return f"the cluster gave it up, as it could not call this program; {ABOUT_TOKENS}"
     line = (telling or [line for line in lines if line] or ["Ray does not say why"])[0]
     return line.partition(" Some common causes")[0].rstrip(".")

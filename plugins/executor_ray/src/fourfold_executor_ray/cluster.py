@@ -17,6 +17,8 @@ _REACH_TIMEOUT: Final = 5.0
 _OBJECT_STORE: Final = 80 << 20
 """Bytes, the least that Ray takes: nothing of ours goes through it."""
 
+ABOUT_TOKENS: Final = "RAY_AUTH_MODE and RAY_AUTH_TOKEN must be as on its other nodes"
+
 
 def join_cluster(plan: Plan) -> None:
     """Connect this process to the cluster of ``plan``. Raises ConfigError for one that cannot be joined."""
@@ -109,8 +111,7 @@ def _why_not(address: str, error: BaseException) -> str:
     if not address:
         return f"a Ray cluster cannot be started on this host: {text}"
     # Ray tells its log alone that a token is wrong.
-    hint = "RAY_AUTH_MODE and RAY_AUTH_TOKEN must be as on its other nodes"
-    return f"the Ray cluster at {address} cannot be joined: {text}; {hint}"
+    return f"the Ray cluster at {address} cannot be joined: {text}; {ABOUT_TOKENS}"
 
 
 def leave_cluster() -> None:
