@@ -71,4 +71,8 @@ def test_nodes_of_one_host_have_names_of_their_own() -> None:
 
 def test_urls() -> None:
     assert tcp_url("10.0.0.1", 80) == "tcp://10.0.0.1:80"
-    assert tcp_url("::1", 80) == "tcp://[::1]:80"
+    for host in ("::1", "[::1]"):
+        assert tcp_url(host, 80) == "tcp://[::1]:80"
+        assert listening_address(host, None, option="--x") == "::1"
+        assert address_towards(host) == "::1"
+        assert is_ipv6(host)

@@ -52,11 +52,7 @@ class NodeConfig:
                 raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; from 1 to 65535")
         if not 0 <= self.node_rank < self.nnodes:
             raise ConfigError(f"--node-rank is {self.node_rank} and --nnodes {self.nnodes}; nodes count from 0")
-        for name in ("data_parallel_address", "master_address"):
-            value = getattr(self, name)
-            if value.startswith("[") and value.endswith("]"):  # an IPv6 address as in a URL
-                object.__setattr__(self, name, value[1:-1])
-        if self.nnodes > 1 and self.master_address in ("0.0.0.0", "::"):  # noqa: S104  # refused, not bound to
+        if self.nnodes > 1 and self.master_address.strip("[]") in ("0.0.0.0", "::"):  # noqa: S104  # refused, not bound to
             raise ConfigError(
                 f"--master-address is {self.master_address!r}, by which other nodes cannot reach this one; give the "
                 "address that they see, the same on all of them"

@@ -41,6 +41,7 @@ def listening_address(given: str, interface: str | None, *, option: str) -> str:
     Raises ConfigError for a name that nobody has, for an interface that is none of this host's, and for one that does
     not have that address.
     """
+    given = _bare(given)
     if interface is None:
         try:
             return given if _is_address(given) else _find(given)[1]
@@ -87,7 +88,8 @@ def node_name(address: str, *, joins: str | None = None) -> str:
 
 
 def tcp_url(host: str, port: int | str) -> str:
-    """``tcp://HOST:PORT``, with an IPv6 address in brackets."""
+    """``tcp://HOST:PORT``, with an IPv6 address in brackets, which it may have already."""
+    host = _bare(host)
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
@@ -106,10 +108,15 @@ def _find(host: str) -> tuple[socket.AddressFamily, str]:
 
 def _find_all(host: str) -> list[tuple[socket.AddressFamily, str]]:
     try:
-        found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
+        found = socket.getaddrinfo(_bare(host), _ANY_PORT, type=socket.SOCK_DGRAM)
     except UnicodeError as error:  # with a part that is empty or too long
         raise OSError("it cannot be a host's name") from error
     return [(family, str(address[0])) for family, _, _, _, address in found]
+
+
+def _bare(host: str) -> str:
+    """Without the brackets that an IPv6 address has in a URL."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
 def _reason(error: OSError) -> str:

@@ -72,7 +72,7 @@ class NodeConnection:
         self._on_lost = on_lost
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         socket = self._context.socket(zmq.DEALER)
-        socket.ipv6 = is_ipv6(url.removeprefix("tcp://").rpartition(":")[0].strip("[]"))
+        socket.ipv6 = is_ipv6(url.removeprefix("tcp://").rpartition(":")[0])
         socket.set_hwm(0)
         secret.secure_connection(socket)
         self._monitor = socket.get_monitor_socket(_EVENTS)

@@ -107,7 +107,7 @@ class Driver:
         self.report(Joined(address=own.address))
         group = BundleGroup(plan)
         try:
-            slots = group.wait(stopped=self._stopped.is_set, notice=lambda text: self.report(Waiting(text=text)))
+            slots = group.wait(stopped=self._stopped, notice=lambda text: self.report(Waiting(text=text)))
             actors = Actors(plan, slots, group, own_node=own.id)
             self.report(Placed(nodes=actors.nodes, places=actors.places))
             started = actors.start(self._next(Invitation))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -51,15 +52,15 @@ class BundleGroup:
                 [{self.kind: size} for size in self._sizes], strategy=_STRATEGIES[plan.placement]
             )
 
-    def wait(self, *, stopped: Callable[[], bool], notice: Callable[[str], None]) -> list[Slot]:
+    def wait(self, *, stopped: threading.Event, notice: Callable[[str], None]) -> list[Slot]:
         """Room for every rank, once it is reserved; ``notice`` hears what is missing.
 
         Raises EngineError when that takes longer than the plan allows, or ``stopped``.
         """
         deadline = self._plan.started + self._plan.timeout
         wait = _FIRST_NOTICE
-        while not (slots := self._room(min(wait, deadline - time.monotonic()))):
-            if stopped():
+        while not (slots := self._room(min(wait, deadline - time.monotonic()), stopped)):
+            if stopped.is_set():
                 raise EngineError("the start was given up")
             if time.monotonic() >= deadline:
                 raise EngineError(
@@ -74,8 +75,8 @@ class BundleGroup:
         if self._own:
             remove_placement_group(self.handle)
 
-    def _room(self, seconds: float) -> list[Slot]:
-        """Slots for all ranks; none if there are not enough after ``seconds``."""
+    def _room(self, seconds: float, stopped: threading.Event) -> list[Slot]:
+        """Slots for all ranks; none if there are not enough after ``seconds``, or when ``stopped``."""
         until = time.monotonic() + seconds
         # Ray counts in whole seconds here, and refuses none.
         ready, _ = ray.wait([self.handle.ready()], timeout=max(0.01, seconds))
@@ -87,9 +88,8 @@ class BundleGroup:
         while len(unused := self._unused_of(slots)) < len(self._plan.labels):
             self._unused = unused
             left = until - time.monotonic()
-            if left <= 0:
+            if left <= 0 or stopped.wait(min(_LOOK_EVERY, left)):
                 return []
-            time.sleep(min(_LOOK_EVERY, left))
         return unused
 
     def _unused_of(self, slots: list[Slot]) -> list[Slot]:
