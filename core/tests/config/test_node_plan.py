@@ -63,6 +63,7 @@ def test_an_engine_over_nodes_has_as_many_ranks_on_each() -> None:
         ({"nnodes": 2, "data_parallel_rank": 1}, "--nnodes is 2, .* every node answers; leave out --nnodes"),
         ({"nnodes": 2, "node_rank": 2}, "nodes count from 0"),
         ({"nnodes": 2, "node_rank": 1}, "all others need --headless"),
+        ({"nnodes": 2, "master_address": "[::]"}, r"--master-address is '\[::\]', by which other nodes cannot reach"),
         ({"data_parallel_rpc_port": 0}, "--data-parallel-rpc-port is 0"),
         ({"data_parallel_start_rank": -1}, "--data-parallel-start-rank is -1"),
     ],

@@ -159,6 +159,14 @@ def test_a_node_that_does_not_come_is_named_by_its_number(engine: Engine) -> Non
     node.close()
 
 
+def test_an_engine_that_fails_waits_for_no_node_any_more(engine: Engine) -> None:
+    node = Node(engine.ranks.url, 1)
+    threading.Timer(0.1, engine.ranks.close, ["rank 2 is lost"]).start()
+    with pytest.raises(EngineError, match=r"^rank 2 is lost$"):
+        engine.ranks.wait(DEADLINE)
+    node.close()
+
+
 def test_a_node_with_other_options_is_refused_by_key_and_name(engine: Engine) -> None:
     difference = "rank 2 on .* has model.seed = 7, and rank 0 on .* has null"
     with pytest.raises(ConfigError, match=f"refuses this one: {difference}"):

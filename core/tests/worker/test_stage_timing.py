@@ -92,7 +92,6 @@ def test_one_layer_of_each_kind_is_timed(tmp_path: Path) -> None:
     ]
     assert costs.layers == costs.layers[:2] * 3
     assert all(seconds > 0 for seconds in (*costs.layers, costs.first, costs.last))
-    assert costs.last > max(costs.layers)
     assert partition(costs, 2)[0] > 3
 
 

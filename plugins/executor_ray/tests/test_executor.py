@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,8 +16,10 @@ import psutil
 import pytest
 
 from fourfold.errors import ConfigError, EngineError, ExecutorFailed, RpcTimeout, WorkerError
+from fourfold.rpc.node_ranks import NodeRanks
 from fourfold.testing.processes import still_runs
 from fourfold_executor_ray.executor import RayExecutor
+from fourfold_executor_ray.messages import Plan
 from fourfold_executor_ray.session import members
 from fourfold_executor_ray.settings import RaySettings
 
@@ -38,6 +41,24 @@ def note_failures(executor: RayExecutor) -> list[EngineError]:
     return failures
 
 
+def plan_for(address: str) -> Plan:
+    return Plan(
+        address=address,
+        placement="pack",
+        namespace="",
+        group_name="",
+        group_id="",
+        labels=("DP0",),
+        tp=1,
+        replica=0,
+        replicas=1,
+        timeout=1.0,
+        started=0.0,
+        folder="",
+        log_level="info",
+    )
+
+
 def wait_until_gone(pids: list[int]) -> None:
     wait_until(lambda: not any(map(still_runs, pids)), f"the end of {pids}", PROMPTLY)
 
@@ -52,7 +73,8 @@ def test_stages_are_on_nodes_of_their_own_and_a_lost_rank_is_named(
     first, second = (places[rank][0] for rank in (0, 2))
     assert places == [(first, 0, 2), (first, 1, 2), (second, 0, 2), (second, 1, 2)]
     assert first != second
-    assert executor.collective_rpc("variables", args=(["FOO", "RANK", "HOST_IP"],)) == [["1", None, None]] * 4
+    names = ["FOO", "RANK", "HOST_IP", "OMP_NUM_THREADS"]  # of the last one Ray has an opinion for each rank
+    assert executor.collective_rpc("variables", args=(names,)) == [["1", None, None, os.environ.get(names[3])]] * 4
     assert executor.collective_rpc("meet") == [["0", "1", "2", "3"]] * 4
     rows = executor.processes()
     assert [row["label"] for row in rows] == ["DP0.PP0.TP0", "DP0.PP0.TP1", "DP0.PP1.TP0", "DP0.PP1.TP1"]
@@ -95,8 +117,8 @@ def test_what_is_missing_is_said_and_has_a_deadline(
 ) -> None:
     caplog.set_level("INFO")
     text = "needs 8 CPUs, the cluster has 4 free on 2 nodes"
-    with pytest.raises(EngineError, match=rf"^{text}, .*nothing came free within 3 s \(--startup-timeout\)"):
-        start(2, 4, startup_timeout=3.0)
+    with pytest.raises(EngineError, match=rf"^{text}, .*nothing came free within 10 s \(--startup-timeout\)"):
+        start(2, 4, startup_timeout=10.0)
     assert f"waiting for the Ray cluster: {text}" in caplog.text
     with pytest.raises(EngineError, match="and 4 must be on one node; nothing came free"):
         start(2, 2, startup_timeout=1.5, settings=RaySettings(placement="strict-pack"))
@@ -132,6 +154,16 @@ def test_a_cluster_with_a_token_lets_in_who_has_it(start: Start, monkeypatch: py
 
 
 @pytest.mark.long
+def test_a_token_that_the_cluster_does_not_have_is_in_the_refusal(
+    start: Start, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
+    with pytest.raises(ExecutorFailed, match=r"rank 0 on node .*: the cluster gave it up, .*; RAY_AUTH_MODE and RAY_A"):
+        start(2)
+
+
+@pytest.mark.long
 def test_a_node_with_other_plugins_is_refused_by_name(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +176,22 @@ def test_a_node_with_other_plugins_is_refused_by_name(
         cluster.add(1, str(tmp_path))
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
         with pytest.raises(ConfigError, match=r"^node \S+ does not fit: .* has stray-plugin 7.1 as plugin 'stray'"):
+            start(1, 2)
+
+
+@pytest.mark.long
+def test_a_node_without_this_package_is_named(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = tmp_path / "fourfold_executor_ray"
+    absent.mkdir()
+    (absent / "__init__.py").write_text('raise ModuleNotFoundError("there is no such module")')
+    says = (
+        r"^rank 1 on node \S+ has ended before it was connected: its process cannot start: ModuleNotFoundError: there "
+        r"is no such module; install the same fourfold and plugins on every node$"
+    )
+    with started_cluster(1) as cluster:
+        cluster.add(1, str(tmp_path))
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        with pytest.raises(ExecutorFailed, match=says):
             start(1, 2)
 
 
@@ -172,6 +220,74 @@ def test_a_program_that_is_connected_brings_its_cluster_and_its_group(shared_clu
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout == "2\n"
+
+
+IN_A_GROUP = """
+import sys; sys.path.insert(0, {here!r})
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from conftest import make_context
+from fourfold.errors import EngineError
+from fourfold_executor_ray.executor import RayExecutor
+from fourfold_executor_ray.settings import RaySettings
+ray.init(address={address!r}, namespace="ours", configure_logging=False, log_to_driver=False)
+group = placement_group([dict(CPU=1)] * 4, name="shared")
+ray.get(group.ready())
+
+@ray.remote(num_cpus=1)
+class Occupant:
+    def come(self):
+        return None
+
+strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+occupant = Occupant.options(scheduling_strategy=strategy).remote()
+ray.get(occupant.come.remote())
+
+def start(tp, **timeouts):
+    return RayExecutor(make_context(tp, settings=RaySettings(placement_group="shared"), **timeouts))
+
+executors = [start(2), start(1)]
+print(sum(len(executor.collective_rpc("pid")) for executor in executors))
+try:
+    start(1, startup_timeout=10.0)
+except EngineError as error:
+    print(error)
+for executor in executors:
+    executor.shutdown()
+"""
+
+
+def test_engines_of_one_program_share_its_group_with_others(shared_cluster: RayCluster) -> None:
+    code = IN_A_GROUP.format(here=str(HERE), address=shared_cluster.address)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=180)
+    assert result.returncode == 0, result.stderr
+    ranks, shortage = result.stdout.splitlines()
+    assert ranks == "3"
+    assert shortage.startswith("the placement group has 0 CPU(s) free for this engine, which needs 1; nothing came")
+
+
+def test_whoever_does_not_speak_is_named_at_the_deadline(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(EngineError, match=f"^the Ray cluster {address} has not answered within 1 s"):
+            start(2, startup_timeout=1.0)
+
+
+def test_both_versions_are_in_the_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    from fourfold_executor_ray import cluster
+
+    def refuse(**options: object) -> None:
+        raise RuntimeError(
+            "Version mismatch: The cluster was started with:\n    Ray: 2.1\nThis process with:\n    Ray: 2.2\n"
+        )
+
+    monkeypatch.setattr(ray, "init", refuse)
+    with pytest.raises(ConfigError, match=r"started with: Ray: 2\.1 This process with: Ray: 2\.2"):
+        cluster.join_cluster(plan_for("auto"))
 
 
 @pytest.mark.long
@@ -244,3 +360,27 @@ def test_a_cluster_of_its_own_ends_with_it(end: str, tmp_path: Path) -> None:
         wait_until_gone(pids)
     wait_until(lambda: not Path(folder).exists(), "the end of the folder", PROMPTLY)
     assert list(tmp_path.iterdir()) == [], "Ray wrote to the user's home"
+
+
+def test_a_cluster_that_was_about_to_start_leaves_no_folder(tmp_path: Path) -> None:
+    environment = {**with_tests_on_path(), "TMPDIR": str(tmp_path)}
+    environment.pop("RAY_ADDRESS", None)
+    with subprocess.Popen([sys.executable, HERE / "own_cluster.py"], env=environment, stdin=subprocess.PIPE) as program:
+        started = wait_until(lambda: psutil.Process(program.pid).children(), "the start of the driver")
+        program.kill()
+    wait_until_gone([process.pid for process in started])
+    wait_until(lambda: list(tmp_path.iterdir()) == [], "an empty folder", PROMPTLY)
+
+
+def test_a_node_that_cannot_reach_the_executor_says_so(
+    start: Start, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unreachable(NodeRanks):
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            super().__init__(*args, **kwargs)
+            self.url = "tcp://127.0.0.1:1"
+
+    monkeypatch.setattr("fourfold_executor_ray.executor.NodeRanks", Unreachable)
+    says = r"rank 2 on node \S+ has ended before it was connected: no node answers at tcp://127.0.0.1:1 within"
+    with pytest.raises(ExecutorFailed, match=says):
+        start(2, 2, startup_timeout=15.0)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold_executor_ray.placement import Node, Slot, bundle_sizes, seat, shortage, torn_stages, unique_names
+from fourfold_executor_ray.placement import Node, Slot, bundle_sizes, seat, share, shortage, unique_names
 
 NODES = {name: Node(id=f"id-{name}", name=name, address="", capacity=4) for name in "abcd"}
 
@@ -51,13 +51,25 @@ def test_every_rank_has_a_slot_of_its_own(counts: list[int], stages: int, tp: in
         here = [place for place in places if place.slot.node == node]
         assert [place.local_rank for place in here] == list(range(len(here)))
         assert {place.local_workers for place in here} <= {len(here)}
-    assert len(torn_stages(places, tp)) == max(0, stages - sum(count // tp for count in counts))
+    groups = [places[at : at + tp] for at in range(0, len(places), tp)]
+    torn = [group for group in groups if len({place.slot.node.id for place in group}) > 1]
+    assert len(torn) == max(0, stages - sum(count // tp for count in counts))
 
 
 def test_other_replicas_may_be_on_the_same_node_as_far_as_there_is_room() -> None:
     for replicas, expected in ((1, 2), (2, 4), (3, 4)):
         places = seat(slots(a=2), stages=1, tp=2, own_node="", replicas=replicas)
         assert [place.local_workers for place in places] == [expected] * 2
+
+
+@given(st.permutations(slots(a=3, b=2, c=4)), st.integers(1, 2))
+def test_replicas_that_share_a_group_take_different_slots(room: list[Slot], stages: int) -> None:
+    taken = [share(room, stages=stages, tp=2, replica=replica, replicas=2) for replica in range(2)]
+    assert [len(found) for found in taken] == [2 * stages] * 2
+    assert len({slot.bundle for found in taken for slot in found}) == 4 * stages
+    assert all(
+        len({slot.node.name for slot in found[at : at + 2]}) == 1 for found in taken for at in (0, stages * 2 - 2)
+    )
 
 
 def test_a_stage_is_a_bundle_unless_no_node_has_room_for_one() -> None:

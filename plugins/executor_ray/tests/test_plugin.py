@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import sys
 import types
 
@@ -39,6 +40,16 @@ def test_by_name_it_needs_no_cluster() -> None:
     assert select("executor", load_plugins().executors(), "ray", TWO).entry.name == "ray"
 
 
+def test_without_ray_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = load_plugins().executors()
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with pytest.raises(ConfigError, match="executor 'ray' cannot run here: the package ray is not installed; pip"):
+        select("executor", entries, "ray", TWO)
+    assert select("executor", entries, "auto", TWO).entry.name == "mp"
+
+
 def test_the_cluster_of_the_program_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     connected = types.SimpleNamespace(gcs_address="10.0.0.3:1")
     ray = types.SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: connected)
@@ -54,8 +65,17 @@ def test_settings_are_options() -> None:
     assert config.plugins["ray"] == RaySettings(address="10.0.0.1:6379", placement="strict-pack")
     with pytest.raises(ConfigError, match="--ray-placement is 'diagonal'"):
         build_engine_config(load_plugins().settings(), ray_placement="diagonal")
-    with pytest.raises(ConfigError, match="for programs outside the cluster; start fourfold on a node of it"):
-        RaySettings(address="ray://10.0.0.1:10001")
+
+
+@pytest.mark.parametrize("where", ["--ray-address", "RAY_ADDRESS"])
+def test_addresses_for_programs_outside_the_cluster_are_refused(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "ray://10.0.0.1:10001"
+    if where == "RAY_ADDRESS":
+        monkeypatch.setenv(where, url)
+    settings = RaySettings(address=url if where == "--ray-address" else "")
+    config = EngineConfig(backends=BackendConfig(executor="ray"), plugins={"ray": settings})
+    with pytest.raises(ConfigError, match=f"{where} is '{url}', for programs outside the cluster; start fourfold on"):
+        load_plugins().check_config(config)
 
 
 def test_replicas_need_a_cluster_that_they_share() -> None:

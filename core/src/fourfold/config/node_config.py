@@ -60,6 +60,11 @@ class NodeConfig:
                 "external balancer every node answers; leave out --nnodes, and --data-parallel-start-rank and "
                 "--data-parallel-size-local (or --data-parallel-rank) say which replicas a node has"
             )
+        if self.nnodes > 1 and self.master_address.strip("[]") in ("0.0.0.0", "::"):  # noqa: S104  # refused, not bound to
+            raise ConfigError(
+                f"--master-address is {self.master_address!r}, by which other nodes cannot reach this one; give the "
+                "address that they see, the same on all of them"
+            )
         if self.data_parallel_hybrid_lb and self.external:
             raise ConfigError("--data-parallel-hybrid-lb and an external load balancer exclude each other; give one")
         if self.headless and (self.data_parallel_hybrid_lb or self.external):

@@ -38,10 +38,15 @@ def listening_address(given: str, interface: str | None, *, option: str) -> str:
     """Where the node that others find by ``given``, the value of ``option``, listens: at its ``interface``, if it has
     one to choose.
 
-    Raises ConfigError for an interface that is none of this host's, and for one that does not have that address.
+    Raises ConfigError for a name that nobody has, for an interface that is none of this host's, and for one that does
+    not have that address.
     """
+    given = _bare(given)
     if interface is None:
-        return given
+        try:
+            return given if _is_address(given) else _find(given)[1]
+        except OSError as error:
+            raise ConfigError(f"{option} is {given!r}, which is no known host: {_reason(error)}") from error
     own = own_address(interface, option="--node-interface")
     if given == own or given in _interfaces().get(interface, ()):
         return given
@@ -56,12 +61,20 @@ def listening_address(given: str, interface: str | None, *, option: str) -> str:
 def address_towards(host: str) -> str:
     """This host's address as ``host`` sees it. Raises ConfigError for a host that is not known or has no route."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)
+        family, address = _find(host)
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, _ANY_PORT))
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise ConfigError(f"there is no way to {host!r}: {error.strerror or error}") from error
+        raise ConfigError(f"there is no way to {host!r}: {_reason(error)}") from error
+
+
+def is_ipv6(host: str) -> bool:
+    """Whether ``host`` is reached by IPv6, having no IPv4 address; False for one that is not known."""
+    try:
+        return _find(host)[0] == socket.AF_INET6
+    except OSError:
+        return False
 
 
 def node_name(address: str, *, joins: str | None = None) -> str:
@@ -75,16 +88,39 @@ def node_name(address: str, *, joins: str | None = None) -> str:
 
 
 def tcp_url(host: str, port: int | str) -> str:
-    """``tcp://HOST:PORT``, with an IPv6 address in brackets."""
+    """``tcp://HOST:PORT``, with an IPv6 address in brackets, which it may have already."""
+    host = _bare(host)
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def _addresses_of(host: str) -> set[str]:
     """None for one that is not known."""
     try:
-        return {str(found[4][0]) for found in socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)}
+        return {address for _, address in _find_all(host)}
     except OSError:
         return set()
+
+
+def _find(host: str) -> tuple[socket.AddressFamily, str]:
+    """The address that all nodes mean by ``host``: the first IPv4 one, or the first. Raises OSError."""
+    return min(_find_all(host), key=lambda found: found[0] == socket.AF_INET6)
+
+
+def _find_all(host: str) -> list[tuple[socket.AddressFamily, str]]:
+    try:
+        found = socket.getaddrinfo(_bare(host), _ANY_PORT, type=socket.SOCK_DGRAM)
+    except UnicodeError as error:  # with a part that is empty or too long
+        raise OSError("it cannot be a host's name") from error
+    return [(family, str(address[0])) for family, _, _, _, address in found]
+
+
+def _bare(host: str) -> str:
+    """Without the brackets that an IPv6 address has in a URL."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
 
 
 def _interfaces() -> dict[str, list[str]]:

@@ -13,7 +13,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from fourfold.errors import ConfigError, EngineError
-from fourfold.nodes.addresses import tcp_url
+from fourfold.nodes.addresses import is_ipv6, tcp_url
 from fourfold.nodes.node_messages import (
     BEAT_SECONDS,
     KINDS,
@@ -72,7 +72,7 @@ class NodeConnection:
         self._on_lost = on_lost
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         socket = self._context.socket(zmq.DEALER)
-        socket.ipv6 = "[" in url
+        socket.ipv6 = is_ipv6(url.removeprefix("tcp://").rpartition(":")[0])
         socket.set_hwm(0)
         secret.secure_connection(socket)
         self._monitor = socket.get_monitor_socket(_EVENTS)

@@ -53,6 +53,8 @@ class NodeRanks:
         self._nodes: dict[int, str] = {}
         """Place -> the node there."""
         self._refusals: list[str] = []
+        self._closed: str | None = None
+        """Why nobody is waited for any more."""
         self._processes: dict[str, list[dict[str, Any]]] = {}
         self._listener = NodeListener(
             address,
@@ -68,13 +70,15 @@ class NodeRanks:
     def wait(self, timeout: float, *, started: float | None = None) -> None:
         """Wait until every place has its node, ``timeout`` seconds from ``started``, a ``time.monotonic``, or from now.
 
-        Raises ConfigError for one that does not fit, EngineError past the deadline.
+        Raises ConfigError for one that does not fit, EngineError past the deadline, or with the reason of ``close``.
         """
         deadline = (time.monotonic() if started is None else started) + timeout
         with self._changed:
             while missing := [place for place in self._places if place not in self._nodes]:
                 if self._refusals:
                     raise ConfigError(self._refusals[0])
+                if self._closed is not None:
+                    raise EngineError(self._closed)
                 left = deadline - time.monotonic()
                 if left <= 0:
                     nodes = ", ".join(map(str, missing))
@@ -98,7 +102,11 @@ class NodeRanks:
         return [row for node in self._nodes.values() for row in self._processes.get(node, [])]
 
     def close(self, reason: str) -> None:
-        """Tell the nodes why, which ends their ranks. Idempotent."""
+        """Tell the nodes why, which ends their ranks; whoever waits for nodes hears it too. Idempotent."""
+        with self._changed:
+            if self._closed is None:
+                self._closed = reason
+            self._changed.notify_all()
         self._listener.close(reason)
 
     def _send(self, place: int, frame: Frame) -> None:

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from fourfold_executor_ray.cluster import nodes
+from fourfold_executor_ray.cluster import ABOUT_TOKENS, nodes
 from fourfold_executor_ray.environment import shared_variables
 from fourfold_executor_ray.group import BundleGroup
 from fourfold_executor_ray.messages import Invitation, NodeOrders, Plan, RankOrders
 from fourfold_executor_ray.placement import Place, Slot, seat
+
+_CREATION: Final = "error raised in its creation task"
+_UNREACHED: Final = "all references to the actor were removed"
+"""What a cluster takes it for if it cannot ask the program that has them."""
 
 
 class Started(NamedTuple):
@@ -40,6 +45,8 @@ class Actors:
         order = dict.fromkeys([own_node, *(place.slot.node.id for place in self._seats)])
         self._numbers = {node: number for number, node in enumerate(order)}
         self._handles: list[Any] = []
+        self._job = ray.get_runtime_context().get_job_id()
+        """A name is given once in a namespace, which engines may share; jobs are all different."""
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -70,7 +77,7 @@ class Actors:
                 log_level=self._plan.log_level,
                 variables=variables,
             )
-            # Ray waits for the door, if that is still to be opened, and hands over its path.
+            # Ray waits for the door, if that is still to be opened, and hands over its name.
             ends.append(handle.serve.remote(msgspec.msgpack.encode(orders), doors[self.places[rank]]).future())
         return Started({number: door.future() for number, door in doors.items() if number}, ends)
 
@@ -101,7 +108,8 @@ class Actors:
             node=self.nodes[ranks[0]],
             ranks=ranks,
             invitation=invitation,
-            timeout=self._plan.timeout,
+            # To say why before the executor, which has the same deadline, only misses the ranks.
+            timeout=max(1.0, self._plan.started + self._plan.timeout - time.monotonic()),
         )
         return self._handles[ranks[0]].open_gate.remote(msgspec.msgpack.encode(orders))
 
@@ -115,14 +123,20 @@ class Actors:
         options = {"num_gpus": 1, "num_cpus": 0} if self._group.kind == "GPU" else {"num_cpus": 1}
         return (
             ray.remote(RankActor)
-            .options(name=self._plan.labels[rank], scheduling_strategy=strategy, max_restarts=0, **options)
+            .options(
+                name=f"{self._plan.labels[rank]} {self._job}", scheduling_strategy=strategy, max_restarts=0, **options
+            )
             .remote()
         )
 
 
 def _reason(text: str) -> str:
     """The line of Ray's text that says why: what it knows of the actor comes before that, and guesses after."""
-    lines = [line.strip() for line in text.splitlines()]
+    lines = [line.strip() for line in text.strip().splitlines()]
     telling = [line for line in lines if line.startswith(("The actor is dead because", "The actor died because"))]
+    if telling and _CREATION in telling[0]:  # an actor does nothing there but import its class
+        return f"its process cannot start: {lines[-1]}; install the same fourfold and plugins on every node"
+    if telling and _UNREACHED in telling[0]:
+        return f"the cluster gave it up, as it could not call this program; {ABOUT_TOKENS}"
     line = (telling or [line for line in lines if line] or ["Ray does not say why"])[0]
     return line.partition(" Some common causes")[0].rstrip(".")

@@ -17,6 +17,8 @@ _REACH_TIMEOUT: Final = 5.0
 _OBJECT_STORE: Final = 80 << 20
 """Bytes, the least that Ray takes: nothing of ours goes through it."""
 
+ABOUT_TOKENS: Final = "RAY_AUTH_MODE and RAY_AUTH_TOKEN must be as on its other nodes"
+
 
 def join_cluster(plan: Plan) -> None:
     """Connect this process to the cluster of ``plan``. Raises ConfigError for one that cannot be joined."""
@@ -78,6 +80,17 @@ def free(kind: str) -> float:
     return float(ray.available_resources().get(kind, 0.0))
 
 
+def free_in_group(kind: str, group: str) -> dict[int, float]:
+    """Bundle -> how many of ``kind`` nobody uses of it, in the placement group of this id."""
+    prefix, suffix = f"{kind}_group_", f"_{group}"
+    found = {}
+    for name, amount in ray.available_resources().items():
+        bundle = name.removeprefix(prefix).removesuffix(suffix)
+        if name == f"{prefix}{bundle}{suffix}" and bundle.isdecimal():
+            found[int(bundle)] = float(amount)
+    return found
+
+
 def _check_reachable(address: str) -> None:
     """Before Ray tries for a minute."""
     host, _, port = address.rpartition(":")
@@ -85,19 +98,20 @@ def _check_reachable(address: str) -> None:
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_TIMEOUT).close()
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter for what cannot be a host's name
         raise ConfigError(
             f"no Ray cluster answers at {address}: {error}; give the HOST:PORT that `ray start --head` prints"
         ) from error
 
 
 def _why_not(address: str, error: BaseException) -> str:
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    # A line that ends with a colon goes on in those below it, as where versions differ.
+    text = " ".join(lines) if lines[0].endswith(":") else lines[0]
     if not address:
         return f"a Ray cluster cannot be started on this host: {text}"
     # Ray tells its log alone that a token is wrong.
-    hint = "RAY_AUTH_MODE and RAY_AUTH_TOKEN must be as on its other nodes"
-    return f"the Ray cluster at {address} cannot be joined: {text}; {hint}"
+    return f"the Ray cluster at {address} cannot be joined: {text}; {ABOUT_TOKENS}"
 
 
 def leave_cluster() -> None:

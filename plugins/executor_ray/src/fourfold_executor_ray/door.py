@@ -1,16 +1,15 @@
-"""Where ranks of one host come in: a Unix socket in a private folder, there until all have come. Knows no call."""
+"""Where ranks of one host come in: a socket for processes of one user, there until all have come. Knows no call."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
+import os
+import secrets
 import socket
 import struct
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -33,10 +32,10 @@ class Door:
         self._ranks = frozenset(ranks)
         self._on_all = on_all
         self._streams: dict[int, socket.socket] = {}
-        self._folder = Path(tempfile.mkdtemp(prefix="fourfold-ray-"))
-        self.path = self._folder / "door"
+        self.name = f"fourfold-ray-{secrets.token_hex(8)}"
+        """For ``enter``. It is no file, so that none is left however this process ends."""
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(self.path))
+        self._listener.bind(_address(self.name))
         self._listener.listen(len(ranks))
         self._thread = threading.Thread(target=self._run, name="ray-door", daemon=True)
         self._thread.start()
@@ -61,29 +60,54 @@ class Door:
                 stream.close()
         else:
             self._on_all(self._streams)
-        finally:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _let_in(self, stream: socket.socket) -> None:
         stream.settimeout(_HELLO_TIMEOUT)
         try:
+            user = _credentials(stream)[1]
+            if user != os.getuid():
+                raise PermissionError(f"user {user} is not that of this process")
             rank = _read_arrival(stream).rank
-        except (OSError, EOFError, msgspec.MsgspecError) as error:
-            logger.warning("somebody at %s was no rank: %s", self.path, error)
+        except (
+            OSError,
+            EOFError,
+            OverflowError,
+            MemoryError,
+            msgspec.MsgspecError,
+        ) as error:  # the two for a false size
+            logger.warning("somebody at the door %s was no rank: %s", self.name, error)
             stream.close()
             return
         stream.settimeout(None)
         self._streams[rank] = stream
 
 
+def enter(name: str, timeout: float) -> socket.socket:
+    """Come in by the door of this name. Raises OSError."""
+    stream = socket.socket(socket.AF_UNIX)
+    stream.settimeout(timeout)
+    try:
+        stream.connect(_address(name))
+    except OSError:
+        stream.close()
+        raise
+    stream.settimeout(None)
+    return stream
+
+
 def peer_pids(streams: Mapping[int, socket.socket]) -> dict[int, int]:
     """Rank -> the process at the other end of its stream, where this one can see it."""
-    found = {}
-    for rank, stream in streams.items():
-        pid, _, _ = _CREDENTIALS.unpack(stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-        if pid:
-            found[rank] = pid
-    return found
+    found = {rank: _credentials(stream)[0] for rank, stream in streams.items()}
+    return {rank: pid for rank, pid in found.items() if pid}
+
+
+def _address(name: str) -> str:
+    return f"\0{name}"  # of the abstract kind
+
+
+def _credentials(stream: socket.socket) -> tuple[int, int, int]:
+    """pid, user and group at the other end."""
+    return _CREDENTIALS.unpack(stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
 
 
 def _read_arrival(stream: socket.socket) -> Arrival:

@@ -94,19 +94,20 @@ class Driver:
     def run(self) -> None:
         """Join or start a cluster, place the ranks, watch them, end them."""
         plan = self._next(Plan)
+        if not plan.address:
+            self._watchman = start_watchman(plan.folder)
+            os.mkdir(plan.folder, 0o700)  # only now, so that it is removed whoever ends first
         # Only now, and only here, since it takes most of a second and changes how a process answers signals.
         from fourfold_executor_ray import cluster
         from fourfold_executor_ray.actors import Actors
         from fourfold_executor_ray.group import BundleGroup
 
-        if not plan.address:
-            self._watchman = start_watchman(plan.folder)
         cluster.join_cluster(plan)
         own = cluster.own_node()
         self.report(Joined(address=own.address))
         group = BundleGroup(plan)
         try:
-            slots = group.wait(stopped=self._stopped.is_set, notice=lambda text: self.report(Waiting(text=text)))
+            slots = group.wait(stopped=self._stopped, notice=lambda text: self.report(Waiting(text=text)))
             actors = Actors(plan, slots, group, own_node=own.id)
             self.report(Placed(nodes=actors.nodes, places=actors.places))
             started = actors.start(self._next(Invitation))

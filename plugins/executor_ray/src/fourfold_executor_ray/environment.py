@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 from typing import Final
 
 _OF_ONE_RANK: Final = frozenset({"LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"})
@@ -33,6 +34,8 @@ _OF_ONE_NODE: Final = frozenset(
 _PREFIXES: Final = ("RAY_", "SSH_", "_FOURFOLD_")
 """Of Ray, a login and a process; they mean nothing elsewhere."""
 
+_THREADS: Final = "OMP_NUM_THREADS"
+
 
 def shared_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Those that travel: all but what belongs to one rank, one node or one process."""
@@ -47,3 +50,13 @@ def apply_variables(shared: Mapping[str, str], environment: MutableMapping[str, 
     """Set those that are not there: what a node says of itself holds."""
     for name, value in shared.items():
         environment.setdefault(name, value)
+
+
+def forget_reserved_threads(environment: MutableMapping[str, str]) -> None:
+    """Drop the number of threads that Ray set in this process, one for the CPU that a rank reserves; what the node says
+    of it holds. Before the process takes another title, which may be written over what it started with.
+    """
+    at_start = Path("/proc/self/environ").read_bytes().split(b"\0")
+    names = {variable.partition(b"=")[0] for variable in at_start}
+    if b"PATH" in names and _THREADS.encode() not in names:
+        environment.pop(_THREADS, None)

@@ -76,8 +76,9 @@ class RayExecutor(RankExecutor):
         self._address, where = given_cluster(settings_of(context.config))
         if self._address:
             logger.info("the ranks run in the Ray cluster %s (%s)", self._address, where)
-        self._folder = "" if self._address else tempfile.mkdtemp(prefix="fourfold-ray-")
-        """For what a cluster of its own writes."""
+        name = f"fourfold-ray-{secrets.token_hex(8)}"
+        self._folder = "" if self._address else os.path.join(tempfile.gettempdir(), name)
+        """For what a cluster of its own writes; the driver makes it."""
         # Where ranks of this node meet: gone with this process, whatever ends it.
         self._meeting = os.memfd_create("fourfold-rendezvous", os.MFD_CLOEXEC)
         self._news: queue.SimpleQueue[News | ChildExit | _Streams] = queue.SimpleQueue()
@@ -132,6 +133,7 @@ class RayExecutor(RankExecutor):
             group_id="" if settings.placement_group else _current_group(),
             labels=tuple(self._label(rank) for rank in range(self.world_size)),
             tp=self._layout.tp,
+            replica=self._dp_rank,
             replicas=self._layout.dp,
             timeout=self._timeouts.startup_timeout,
             started=self._started,
@@ -148,6 +150,11 @@ class RayExecutor(RankExecutor):
             try:
                 news = self._news.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
+                if not self._own_address:
+                    raise EngineError(
+                        f"the Ray cluster {self._address} has not answered within "
+                        f"{self._timeouts.startup_timeout:g} s (--startup-timeout)"
+                    ) from None
                 door = self._door
                 missing = [rank for rank in self._missing(opened) if door is None or not door.has_let_in(rank)]
                 raise RpcTimeout("the arrival of ranks", self._timeouts.startup_timeout, missing) from None
@@ -180,7 +187,7 @@ class RayExecutor(RankExecutor):
         own = places.pop(0, [])
         if own:
             self._door = Door(own, self._news.put)
-        door = str(self._door.path) if self._door is not None else ""
+        door = self._door.name if self._door is not None else ""
         if not places:
             self._order(Invitation(door=door))
             return

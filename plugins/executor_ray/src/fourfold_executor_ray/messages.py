@@ -21,6 +21,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     """Of all ranks, in order."""
     tp: int
     """Ranks of a stage."""
+    replica: int
+    """Which of the engines this is."""
     replicas: int
     """Engines that place their ranks like this one."""
     timeout: float
@@ -28,7 +30,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     started: float
     """The ``time.monotonic`` of this host from which they count."""
     folder: str
-    """A private one, for what a new cluster writes."""
+    """To make, for what a new cluster writes."""
     log_level: str
 
 
@@ -43,7 +45,7 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True, tag="invitation"):
     """To the driver, after ``Placed``: where ranks come to."""
 
     door: str
-    """The path of a Unix socket, for ranks of the executor's node; empty: there are none."""
+    """The name of a ``Door``, for ranks of the executor's node; empty: there are none."""
     url: str = ""
     """Where other nodes connect; empty: there are none."""
     secret: str = ""

@@ -45,7 +45,7 @@ class NodeGate:
             on_lost=self._close,
         )
         self._door = Door(orders.ranks, self._start)
-        self.path = self._door.path
+        self.door = self._door.name
         """Where the ranks come in."""
 
     def _start(self, streams: dict[int, socket.socket]) -> None:

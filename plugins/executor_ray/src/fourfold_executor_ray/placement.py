@@ -67,10 +67,14 @@ def seat(slots: Iterable[Slot], *, stages: int, tp: int, own_node: str, replicas
     return _numbered(chosen, replicas)
 
 
-def torn_stages(places: Sequence[Place], tp: int) -> list[int]:
-    """Stages whose ranks are not all on one node."""
-    groups = [places[at : at + tp] for at in range(0, len(places), tp)]
-    return [stage for stage, group in enumerate(groups) if len({place.slot.node.id for place in group}) > 1]
+def share(slots: Iterable[Slot], *, stages: int, tp: int, replica: int, replicas: int) -> list[Slot]:
+    """What one of the replicas that share ``slots`` takes of them: all of them find the same, and none the same slot.
+
+    ``slots`` are at least ``replicas * stages * tp``.
+    """
+    count = stages * tp
+    places = seat(slots, stages=stages * replicas, tp=tp, own_node="")
+    return [place.slot for place in places[replica * count : (replica + 1) * count]]
 
 
 def shortage(kind: str, *, needed: int, free: float, nodes: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -40,21 +42,28 @@ def fourfold_settings() -> type[RaySettings]:
 @hookimpl
 def fourfold_check_config(config: EngineConfig) -> None:
     replicas, settings = config.parallel.data_parallel_size, settings_of(config)
+    chosen = config.backends.executor == NAME
     for field in fields(settings):
         value = getattr(settings, field.name)
-        if config.backends.executor != NAME and value != field.default:
+        if not chosen and value != field.default:
             raise ConfigError(
                 f"--ray-{field.name.replace('_', '-')} is {value!r}, and the executor is {config.backends.executor!r}; "
                 f"use --executor {NAME}, or leave it out"
             )
-    if config.backends.executor == NAME and replicas > 1 and not given_cluster(settings)[0]:
+    address, where = given_cluster(settings) if chosen else ("", "")
+    if "://" in address:
+        raise ConfigError(
+            f"{where} is {address!r}, for programs outside the cluster; start fourfold on a node of it, and give the "
+            "HOST:PORT that `ray start` prints, or auto"
+        )
+    if chosen and replicas > 1 and not address:
         raise ConfigError(
             f"--data-parallel-size is {replicas}, and no Ray cluster is given that replicas could share; start one "
             "with `ray start --head` and name it with --ray-address, or use --executor mp"
         )
     nodes = config.nodes
     alone = not nodes.headless and nodes.data_parallel_size_local is None
-    if config.backends.executor == NAME and alone and nodes.node_interface is not None:
+    if chosen and alone and nodes.node_interface is not None:
         raise ConfigError(
             f"--node-interface is {nodes.node_interface!r}, and ranks reach each other as the nodes of the Ray cluster "
             "do; leave it out, and give each node its address by `ray start --node-ip-address`"
@@ -71,6 +80,8 @@ def _suits(config: EngineConfig) -> Suitability:
     if config.nodes.nnodes > 1:
         reason = f"--nnodes is {config.nodes.nnodes}, and Ray finds its nodes by itself; leave the option out"
         return Suitability(score=0, reason=reason)
+    if "ray" not in sys.modules and importlib.util.find_spec("ray") is None:
+        return Suitability(score=0, reason="the package ray is not installed; pip install ray")
     address, where = given_cluster(settings_of(config))
     if address:
         return Suitability(score=200, reason=f"the Ray cluster {address} is given ({where})")

@@ -19,7 +19,8 @@ from fourfold.rpc.frames import Frame, Kind, send_frame
 from fourfold.rpc.rank_executor import ROLE
 from fourfold.rpc.rank_server import RankServer, Seat
 from fourfold.supervision.process_title import name_process
-from fourfold_executor_ray.environment import apply_variables
+from fourfold_executor_ray.door import enter
+from fourfold_executor_ray.environment import apply_variables, forget_reserved_threads
 from fourfold_executor_ray.messages import Arrival, NodeOrders, RankOrders
 from fourfold_executor_ray.node_gate import NodeGate
 
@@ -37,18 +38,19 @@ class RankActor:
         self._gate: NodeGate | None = None
 
     def open_gate(self, encoded: bytes) -> str:
-        """Connect this node as these NodeOrders say; where its ranks come in."""
+        """Connect this node as these NodeOrders say; the door that its ranks come in by."""
         self._gate = NodeGate(msgspec.msgpack.decode(encoded, type=NodeOrders))
-        return str(self._gate.path)
+        return self._gate.door
 
     def serve(self, encoded: bytes, door: str) -> str:
         """Be the rank of these RankOrders until the executor hangs up.
 
-        ``door`` is the path of a Unix socket that leads there. Returns why it ended; empty if the executor did hang up.
+        ``door`` is the name of the ``Door`` that leads there. Returns why it ended; empty if the executor did hang up.
         """
         import ray
 
         orders = msgspec.msgpack.decode(encoded, type=RankOrders)
+        forget_reserved_threads(os.environ)
         apply_variables(orders.variables, os.environ)
         place = f"{orders.label} {orders.node}"
         name_process(ROLE, place, log_level=orders.log_level)
@@ -71,15 +73,10 @@ class RankActor:
 
 
 def _connect(door: str, orders: RankOrders) -> socket.socket:
-    stream = socket.socket(socket.AF_UNIX)
-    stream.settimeout(_CONNECT_TIMEOUT)
     try:
-        stream.connect(door)
+        return enter(door, _CONNECT_TIMEOUT)
     except OSError as error:
-        stream.close()
-        raise EngineError(f"node {orders.node} cannot come in at {door}: {error}") from error
-    stream.settimeout(None)
-    return stream
+        raise EngineError(f"node {orders.node} cannot come in by the door {door}: {error}") from error
 
 
 def _seat(orders: RankOrders) -> Seat:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from fourfold.config.engine_config import EngineConfig
-from fourfold.errors import ConfigError
 
 PLUGIN: Final = "ray"
 LOCAL: Final = "local"
@@ -34,13 +33,6 @@ class RaySettings:
 
     namespace: str = ""
     """The namespace that the placement group was named in; by default that of the program, if it is connected."""
-
-    def __post_init__(self) -> None:
-        if self.address.startswith("ray://"):
-            raise ConfigError(
-                f"--ray-address is {self.address!r}, for programs outside the cluster; start fourfold on a node of it, "
-                "and give the HOST:PORT that `ray start` prints"
-            )
 
 
 def settings_of(config: EngineConfig) -> RaySettings:
