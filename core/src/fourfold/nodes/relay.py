@@ -35,7 +35,7 @@ class Relay:
         self._forward = forward
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._lock = threading.Lock()
-        self._outlets: dict[str, zmq.Socket[bytes]] = {}
+        self._outlets: dict[str, _Outlet] = {}
         self._inlets: dict[str, zmq.Socket[bytes]] = {}
         self._tasks: deque[Callable[[], None]] = deque()
         self._wake_event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -57,27 +57,20 @@ class Relay:
         """Let ``deliver`` reach the socket ``name`` of this node; what waits for an earlier owner is dropped."""
         self.close_outlet(name)
         with self._lock:
-            outlet = self._context.socket(zmq.PUSH)
-            outlet.set_hwm(_MAX_QUEUED)
-            outlet.connect(socket_address(self._run_directory, name))
-            self._outlets[name] = outlet
+            self._outlets[name] = _Outlet(socket_address(self._run_directory, name))
 
     def close_outlet(self, name: str) -> None:
         """Deliver nothing to it any more; one that is not there is ignored."""
         with self._lock:
             outlet = self._outlets.pop(name, None)
             if outlet is not None:
-                outlet.close(0)
+                outlet.close()
 
     def deliver(self, name: str, message: bytes) -> None:
         """Put a message into the socket ``name`` of this node; dropped where no such outlet is open."""
         with self._lock:
             outlet = self._outlets.get(name)
-            if outlet is None:
-                return
-            try:
-                outlet.send(message, zmq.NOBLOCK)
-            except zmq.Again:
+            if outlet is not None and not outlet.send(message):
                 logger.error("dropped a message for %s, which reads none", name)
 
     def close(self) -> None:
@@ -88,8 +81,10 @@ class Relay:
         self._do(lambda: None)
         self._thread.join(_JOIN_TIMEOUT)
         with self._lock:
-            for socket in (*self._inlets.values(), *self._outlets.values()):
-                socket.close(0)
+            for inlet in self._inlets.values():
+                inlet.close(0)
+            for outlet in self._outlets.values():
+                outlet.close()
             self._outlets.clear()
             os.close(self._wake_event)
         self._context.term()
@@ -131,3 +126,26 @@ class Relay:
         if inlet is not None:
             self._poller.unregister(inlet)
             inlet.close(0)
+
+
+class _Outlet:
+    """The way to one socket, with a context of its own: only its end makes sure that nothing leaves any more."""
+
+    def __init__(self, address: str) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.PUSH)
+        self._socket.set_hwm(_MAX_QUEUED)
+        self._socket.connect(address)
+
+    def send(self, message: bytes) -> bool:
+        """Send without waiting; False where too many wait."""
+        try:
+            self._socket.send(message, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Drop what waits."""
+        self._socket.close(0)
+        self._context.term()
