@@ -272,9 +272,11 @@ class DrainEngine(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
 
 
 class ForgetClient(msgspec.Struct, frozen=True, kw_only=True, tag="forget_client"):
-    """An API server has died: end its requests. Another process will take its place."""
+    """An API server has died: end what it asked for. Another process takes its place, and may have asked too by now."""
 
     client: int
+    died: float
+    """Unix seconds, by the clock of the API servers."""
 
 
 EngineOrder = DrainEngine | ForgetClient

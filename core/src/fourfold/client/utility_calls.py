@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,8 @@ class UtilityCalls:
         self._client = client
         self._links = links
         self._waiting: dict[int, _Waiting] = {}
-        self._call_ids = itertools.count()
+        # No reply to an earlier process under this number may be taken for one to this.
+        self._call_ids = itertools.count(time.time_ns())
 
     async def call(self, engine: int, method: str, arguments: dict[str, Any], *, timeout: float) -> Any:
         """Call one engine; returns its reply.

@@ -120,9 +120,10 @@ class EngineCore:
                 output = RequestOutput(request_id=request_id, finish_reason=FinishReason.ABORT)
                 self._tell_finished({request.client: [output]})
 
-    def abort_client(self, client: int) -> None:
-        """End all requests of an API server without another output."""
-        self.abort([name for name, request in self._scheduler.requests.items() if request.client == client])
+    def abort_client(self, client: int, died: float) -> None:
+        """End all requests that an API server had when it died, in Unix seconds, without another output."""
+        requests = self._scheduler.requests.values()
+        self.abort([one.request_id for one in requests if one.client == client and one.arrival_time <= died])
 
     def step(self) -> dict[int, list[RequestOutput]]:
         """Fill the air with steps, wait for the oldest, and return what it brought: client -> outputs.

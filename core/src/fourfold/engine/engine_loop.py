@@ -196,10 +196,11 @@ class EngineLoop:
             if isinstance(order, DrainEngine):
                 self._draining = True
             else:
-                self._take_inputs()  # what it sent before it died
-                self._core.abort_client(order.client)
-                self._forget_pauses(order.client)
+                # The order may have waited for a long step, and its successor have sent something by now.
                 self._clients[order.client] = self._clients[order.client].renewed()
+                self._take_inputs()  # what it sent before it died
+                self._core.abort_client(order.client, order.died)
+                self._forget_pauses(order.client, order.died)
 
     def _take_inputs(self) -> None:
         for _ in range(_MAX_INPUTS_PER_STEP):
@@ -272,9 +273,9 @@ class EngineLoop:
             self._tell_all_clients()
             self._clients[call.client].send(self._reply(call))
 
-    def _forget_pauses(self, client: int) -> None:
+    def _forget_pauses(self, client: int, died: float) -> None:
         """The API server is no more: a stop that it called for ends, unless it is noted as what operators wish."""
-        left = [call for call in self._pauses if call.client != client]
+        left = [call for call in self._pauses if call.client != client or call.call_id > 1e9 * died]
         theirs = len(left) < len(self._pauses) or self._paused_for == client
         self._pauses = left
         if theirs and not left:
