@@ -38,6 +38,20 @@ def test_sleep_and_wake_up(start_server: Any) -> None:
     assert server.complete().status_code == 200
 
 
+def test_what_belongs_into_the_query_may_stand_in_the_body(start_server: Any) -> None:
+    server = start_server()
+    for path, body, call in (
+        ("pause", {"mode": "abort"}, ("pause", {"mode": "abort"})),
+        ("pause", {}, ("pause", {"mode": "keep"})),
+        ("sleep", {"level": 2}, ("sleep", {"level": 2})),
+        ("wake_up", {"tags": ["kv_cache"]}, ("wake_up", {"tags": ["kv_cache"]})),
+        ("wake_up", {}, ("wake_up", {"tags": []})),
+    ):
+        assert server.http.post(f"/admin/{path}", json=body).status_code == 200
+        assert call in server.engine.operations
+        server.engine.operations.clear()
+
+
 def test_update_weights(start_server: Any) -> None:
     server = start_server()
     update = {"model": "/models/new"}
@@ -112,6 +126,14 @@ def test_one_operation_at_a_time(start_server: Any) -> None:
         ("/admin/sleep?level=x", None, "level"),
         ("/admin/pause?mode=stop", None, "mode is 'stop'; there are abort, wait, keep"),
         ("/admin/wake_up?tags=weights&tags=all", None, "no tag 'all'"),
+        ("/admin/sleep", {"level": 3}, "level is 3"),
+        ("/admin/sleep", {"level": True}, "level is True; a whole number"),
+        ("/admin/sleep", {"mode": "abort"}, "unknown field 'mode'; the only one is level"),
+        ("/admin/sleep?level=1", {"level": 2}, "level is in the query and in the body"),
+        ("/admin/sleep", [], "the body is a JSON array"),
+        ("/admin/pause", {"mode": None}, "mode is None; a text"),
+        ("/admin/wake_up", {"tags": "weights"}, "tags is 'weights'; a list of texts"),
+        ("/admin/wake_up", {"tags": ["weights", 5]}, "no tag 5"),
         ("/admin/update_weights", {"model": 5}, "model is 5"),
         ("/admin/update_weights", {"model": " "}, "model is ' '"),
         ("/admin/update_weights", {"model": "a", "x": 1}, "unknown field 'x'; the fields are model"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 from unicodedata import category
 
 from fastapi import APIRouter, Query
@@ -19,6 +19,8 @@ from fourfold_server.state import ServerState
 
 MAX_TEXT = 4096
 """Characters of a field: the longest path that Linux takes."""
+_Value = TypeVar("_Value", int, str, list[str])
+_TYPES = {int: "a whole number", str: "a text", list: "a list of texts"}
 
 
 def admin_router(state: ServerState) -> APIRouter:
@@ -35,8 +37,8 @@ def admin_router(state: ServerState) -> APIRouter:
         return JSONResponse({})
 
     @router.post("/admin/pause", summary="Come to a stop: requests that have begun are kept, waited for, or aborted")
-    async def pause(mode: str = "keep") -> Response:
-        await state.operations.pause(mode)
+    async def pause(request: Request, mode: str = "keep") -> Response:
+        await state.operations.pause(await _field_of_body(request, state, "mode", mode))
         return JSONResponse(_pausing(state))
 
     @router.post("/admin/resume", summary="Go on after a pause")
@@ -49,13 +51,16 @@ def admin_router(state: ServerState) -> APIRouter:
         return JSONResponse(_pausing(state))
 
     @router.post("/admin/sleep", summary="Give memory back: of the KV cache, and at level 2 of the weights too")
-    async def sleep(level: int = 1) -> Response:
-        await state.operations.sleep(level)
+    async def sleep(request: Request, level: int = 1) -> Response:
+        await state.operations.sleep(await _field_of_body(request, state, "level", level))
         return JSONResponse(_sleeping(state))
 
     @router.post("/admin/wake_up", summary="Take the memory again: all, or that of tags weights and kv_cache")
-    async def wake_up(tags: Annotated[list[str], Query()] = []) -> Response:  # noqa: B006 (FastAPI copies it)
-        await state.operations.wake_up(tags)
+    async def wake_up(
+        request: Request,
+        tags: Annotated[list[str], Query()] = [],  # noqa: B006 (FastAPI copies it)
+    ) -> Response:
+        await state.operations.wake_up(await _field_of_body(request, state, "tags", tags))
         return JSONResponse(_sleeping(state))
 
     @router.get("/admin/is_sleeping", summary="Whether memory was given back, and which")
@@ -87,6 +92,25 @@ def read_text_fields(body: dict[str, Any], names: Sequence[str]) -> dict[str, st
                 parameter=name,
             )
     return {name: body[name] for name in names}
+
+
+async def _field_of_body(request: Request, state: ServerState, name: str, otherwise: _Value) -> _Value:
+    """A field of a JSON body, for those who send what belongs into the query there; ``otherwise`` without one.
+
+    Raises RequestError for a body that has anything else, and for a value of another type.
+    """
+    if request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
+        return otherwise
+    body = (await read_json_object(request, state)).values
+    for field in body:
+        if field != name:
+            raise RequestError(f"unknown field {field!r}; the only one is {name}", parameter=field)
+    value = body.get(name, otherwise)
+    if name in body and name in request.query_params:
+        raise RequestError(f"{name} is in the query and in the body; send one of them", parameter=name)
+    if type(value) is not type(otherwise):
+        raise RequestError(f"{name} is {value!r:.100}; {_TYPES[type(otherwise)]}", parameter=name)
+    return value
 
 
 def _sleeping(state: ServerState) -> dict[str, Any]:
