@@ -403,6 +403,26 @@ def test_what_a_successor_asks_while_a_long_step_keeps_the_order_waiting_is_its_
     assert harness.core.aborted == ["dead"]
 
 
+def test_a_coordinator_that_takes_the_place_of_another_hears_how_an_idle_engine_stands(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, coordinated=True)
+    harness.coordinator.close(0)
+    harness.core.step_seconds = 0.06  # a report a step, and more of them than may wait
+    harness.thread.start()
+    try:
+        harness.send(request("long", 25))
+        harness.outputs(0, 25)
+        harness.coordinator = harness.context.socket(zmq.PULL)
+        harness.coordinator.bind(f"ipc://{tmp_path}/coordinator")
+        running, deadline = 1, time.monotonic() + 10
+        while running:
+            assert time.monotonic() < deadline, "it is told of work that has ended"
+            if harness.coordinator.poll(100):
+                report = msgspec.msgpack.decode(harness.coordinator.recv(), type=EngineReport)
+                running = report.stats.num_running + (report.stats.num_steps < 25)
+    finally:
+        harness.close()
+
+
 def test_a_coordinator_hears_how_things_stand_and_servers_only_what_they_asked_for(tmp_path: Path) -> None:
     harness = Harness(tmp_path, coordinated=True)
     harness.thread.start()

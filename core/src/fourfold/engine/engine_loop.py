@@ -48,6 +48,8 @@ _STATS_INTERVAL = 0.25
 """Seconds after which an API server without outputs hears the stats of a working engine."""
 _REPORT_INTERVAL = 0.05
 """The same for the coordinator, which publishes every 0.1 s."""
+_REPEAT_INTERVAL = 2.0
+"""The same without news, as it may be another coordinator than the one that was told."""
 _MAX_QUEUED_REPORTS = 16
 _MARKS_INTERVAL = 1.0
 """Seconds between descriptions of a working engine's prefix cache; balancers know themselves what they sent since."""
@@ -134,7 +136,8 @@ class EngineLoop:
                 # coordinator that may be another one than was told of the work.
                 wants = self._core.has_work or bool(self._pauses)
                 retries = wants or any(client.lost for client in self._clients)
-                arrived = self._poller.poll(_RETRY_MILLISECONDS if retries else None)
+                repeats = None if self._coordinator is None else 1000 * _REPEAT_INTERVAL
+                arrived = self._poller.poll(_RETRY_MILLISECONDS if retries else repeats)
                 if not arrived and self._wave is not None and wants:
                     self._wave.work_arrived(again=True)
 
@@ -336,7 +339,8 @@ class EngineLoop:
         """While there is nothing to do: tell who does not know how things stand."""
         if self._coordinator is not None:
             stale = [client for client in self._clients if client.lost]
-            if self._coordinator.last_stats != self._core.stats:
+            old = time.monotonic() - self._coordinator.last_send > _REPEAT_INTERVAL
+            if old or self._coordinator.last_stats != self._core.stats:
                 self._marks_time = 0.0  # nobody is delayed by it, and it may be a while until there is more to say
                 self._report(self._coordinator)
         else:
@@ -367,9 +371,7 @@ class EngineLoop:
         known = copy.copy(self._core.stats)
         stats = self._with_marks(known, coordinator)
         coordinator.send(EngineReport(engine=self._engine, incarnation=self._incarnation, stats=stats))
-        coordinator.note(
-            known, self._marks
-        )  # one that takes nothing is being restarted, and starts from what comes next
+        coordinator.note(known, self._marks)  # one that takes nothing is being restarted, and hears it again
 
     def _with_marks(self, known: EngineStats, peer: Peer) -> EngineStats:
         """The stats for a peer, with what the prefix cache holds if it does not know."""
