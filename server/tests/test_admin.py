@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from fourfold.messages import RestartEngine
+from fourfold.sleep_tags import TAGS
 from fourfold.supervision.deployment_state import DeploymentState, changing_state, read_state
 from fourfold_server.authentication import is_loopback
 from fourfold_server.config import ServerConfig
@@ -107,6 +109,33 @@ def test_a_replica_that_others_need_is_not_restarted_alone(start_server: Any) ->
     refused = server.http.post("/admin/replicas/0/restart")
     assert (refused.status_code, "shares its experts" in refused.text) == (400, True)
     assert len(wished) == 1
+
+
+def test_what_another_api_server_has_done_holds_here_before_the_engines_say_so(start_server: Any) -> None:
+    """They say it to all at once, and a client may be quicker than one of these messages."""
+    server = start_server()
+    (link,) = server.state.client.links
+    heard = link.stats
+
+    def report(*, asleep: bool) -> None:
+        # In the place of the message, which comes a little later than the client's next request.
+        stats = msgspec.structs.replace(heard, asleep=TAGS if asleep else (), paused=asleep, state_changes=1000)
+        server.loop.call_soon_threadsafe(
+            server.loop.call_later, 0.02, server.state.client.report, 0, link.incarnation, stats
+        )
+
+    with changing_state(server.run_directory) as change:
+        change.write(DeploymentState(sleep_level=1, asleep=TAGS))
+    report(asleep=True)
+    assert server.http.get("/readyz").status_code == 503
+    with changing_state(server.run_directory) as change:
+        change.write(DeploymentState(sleep_level=1))
+    report(asleep=False)
+    assert server.complete().status_code == 200
+    with changing_state(server.run_directory) as change:
+        change.write(DeploymentState(sleep_level=1, asleep=TAGS))
+    assert server.http.get("/livez").status_code == 200
+    assert server.http.get("/readyz").status_code == 200, "nobody says so: it is not waited for for ever"
 
 
 def test_one_operation_at_a_time(start_server: Any) -> None:

@@ -48,6 +48,7 @@ def admin_router(state: ServerState) -> APIRouter:
 
     @router.get("/admin/is_paused", summary="Whether the replicas have come to a stop")
     async def is_paused() -> Response:
+        await state.catch_up()
         return JSONResponse(_pausing(state))
 
     @router.post("/admin/sleep", summary="Give memory back: of the KV cache, and at level 2 of the weights too")
@@ -65,6 +66,7 @@ def admin_router(state: ServerState) -> APIRouter:
 
     @router.get("/admin/is_sleeping", summary="Whether memory was given back, and which")
     async def is_sleeping() -> Response:
+        await state.catch_up()
         return JSONResponse(_sleeping(state))
 
     @router.post("/admin/update_weights", summary="Go on with the weights of another checkpoint of the model")
