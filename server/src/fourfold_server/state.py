@@ -91,7 +91,7 @@ class ServerState:
         links = self.client.links
         if any(link.state is EngineState.READY for link in links):
             return None
-        return "no engine is ready: " + ", ".join(f"engine {link.engine} is {link.condition}" for link in links)
+        return "no engine is ready: " + ", ".join(f"engine {link.rank} is {link.condition}" for link in links)
 
     def serving(self) -> ServedModel:
         """The model. Raises RequestError with status 503 when no request is taken now."""

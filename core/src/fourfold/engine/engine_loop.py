@@ -136,7 +136,7 @@ class EngineLoop:
                 # coordinator that may be another one than was told of the work.
                 wants = self._core.has_work or bool(self._pauses)
                 retries = wants or any(client.lost for client in self._clients)
-                repeats = None if self._coordinator is None else 1000 * _REPEAT_INTERVAL
+                repeats = None if self._coordinator is None else int(1000 * _REPEAT_INTERVAL)
                 arrived = self._poller.poll(_RETRY_MILLISECONDS if retries else repeats)
                 if not arrived and self._wave is not None and wants:
                     self._wave.work_arrived(again=True)
