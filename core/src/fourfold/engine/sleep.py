@@ -41,8 +41,6 @@ class Sleep:
         self.halted = False
         """Whether no step may start."""
         self._discarded = False
-        """Whether weights are gone and others have yet to come, as where whoever wanted them died in between."""
-        self._discarded = False
         """Whether weights are gone and others have yet to come, as when whoever wanted them has died in between."""
 
     @property
