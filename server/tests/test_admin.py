@@ -141,7 +141,7 @@ def test_what_another_api_server_has_done_holds_here_before_the_engines_say_so(s
 def test_one_operation_at_a_time(start_server: Any) -> None:
     server = start_server()
     with changing_state(server.run_directory):
-        for path in ("/admin/sleep", "/admin/wake_up"):
+        for path in ("/admin/sleep", "/admin/wake_up", "/admin/replicas/0/restart"):
             reply = server.http.post(path)
             assert (reply.status_code, "another operation" in reply.text) == (409, True)
     assert server.http.post("/admin/reset_prefix_cache").status_code == 200

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from fourfold.contracts.load_balancer import EngineState
 from fourfold.errors import RequestError
 from fourfold.messages import RestartEngine
+from fourfold.supervision.deployment_state import changing_state
 from fourfold_server.json_body import read_json_object
 from fourfold_server.replica_choice import check_rank
 from fourfold_server.state import ServerState
@@ -136,5 +137,6 @@ def _restart(state: ServerState, value: str) -> dict[str, int | str]:
         )
     if link.state is not EngineState.READY:
         raise RequestError(f"replica {link.rank} is {link.condition}; only a ready one can be restarted", status=409)
-    state.restart_engine(RestartEngine(engine=link.engine))
+    with changing_state(state.client.run_directory):  # not in the middle of an operation on all replicas
+        state.restart_engine(RestartEngine(engine=link.engine))
     return {"rank": link.rank, "state": str(EngineState.DRAINING)}

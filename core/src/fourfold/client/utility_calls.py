@@ -57,7 +57,7 @@ class UtilityCalls:
 
         ``engines`` are those of ``engines_up``, of this moment by default. One that dies meanwhile is passed over:
         whoever starts it again tells it. Raises RequestError for what an engine refuses, with status 409 while one
-        starts and 503 when none is up; EngineError for what fails.
+        starts or drains and 503 when none is up; EngineError for what fails.
         """
         engines = self.engines_up() if engines is None else engines
         for method, arguments in calls:
@@ -97,12 +97,14 @@ class UtilityCalls:
                 )
 
     def engines_up(self) -> dict[int, int]:
-        """Engine -> incarnation of those that ``call_all`` would call; raises as it does. One that starts again and
-        again is not waited for: what is wished of the others may help it.
+        """Engine -> incarnation of those that ``call_all`` would call; raises as it does. One that drains computes with
+        weights that all share. One that starts again and again is not waited for: what is wished of the others may
+        help it.
         """
         for link in self._links:
-            if link.state is EngineState.STARTING and not link.failure:
-                raise RequestError(f"engine {link.rank} is starting; try again when all are ready", status=409)
+            starts = link.state is EngineState.STARTING and not link.failure
+            if starts or link.state is EngineState.DRAINING:
+                raise RequestError(f"engine {link.rank} is {link.state}; try again when all are ready", status=409)
         up = {link.engine: link.incarnation or 0 for link in self._links if link.state in _UP}
         if not up:
             raise RequestError(_NONE_UP, status=503)
