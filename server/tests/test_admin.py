@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from fourfold.contracts.load_balancer import EngineState
 from fourfold.engine.operations import Call
 from fourfold.errors import ExecutorFailed, RequestError
 from fourfold.messages import RestartEngine
+from fourfold.sleep_tags import TAGS
 from fourfold.supervision.deployment_state import DeploymentState, changing_state, read_state
 from fourfold_server.authentication import is_loopback
 from fourfold_server.config import ServerConfig
@@ -45,6 +47,20 @@ def test_sleep_and_wake_up(start_server: Any) -> None:
     assert read_state(server.run_directory).asleep == ()
     assert server.http.get("/admin/is_sleeping").json()["is_sleeping"] is False
     assert server.complete().status_code == 200
+
+
+def test_what_belongs_into_the_query_may_stand_in_the_body(start_server: Any) -> None:
+    server = start_server()
+    for path, body, call in (
+        ("pause", {"mode": "abort"}, ("pause", {"mode": "abort"})),
+        ("pause", {}, ("pause", {"mode": "keep"})),
+        ("sleep", {"level": 2}, ("sleep", {"level": 2})),
+        ("wake_up", {"tags": ["kv_cache"]}, ("wake_up", {"tags": ["kv_cache"]})),
+        ("wake_up", {}, ("wake_up", {"tags": []})),
+    ):
+        assert server.http.post(f"/admin/{path}", json=body).status_code == 200
+        assert call in server.engine.operations
+        server.engine.operations.clear()
 
 
 def test_update_weights(start_server: Any) -> None:
@@ -143,10 +159,37 @@ def test_the_death_of_all_engines_in_an_operation_is_worth_another_try() -> None
     assert b"engine 0 died during 'sleep': killed by signal 9" in answer.body
 
 
+def test_what_another_api_server_has_done_holds_here_before_the_engines_say_so(start_server: Any) -> None:
+    """They say it to all at once, and a client may be quicker than one of these messages."""
+    server = start_server()
+    (link,) = server.state.client.links
+    heard = link.stats
+
+    def report(*, asleep: bool) -> None:
+        # In the place of the message, which comes a little later than the client's next request.
+        stats = msgspec.structs.replace(heard, asleep=TAGS if asleep else (), paused=asleep, state_changes=1000)
+        server.loop.call_soon_threadsafe(
+            server.loop.call_later, 0.02, server.state.client.report, 0, link.incarnation, stats
+        )
+
+    with changing_state(server.run_directory) as change:
+        change.write(DeploymentState(sleep_level=1, asleep=TAGS))
+    report(asleep=True)
+    assert server.http.get("/readyz").status_code == 503
+    with changing_state(server.run_directory) as change:
+        change.write(DeploymentState(sleep_level=1))
+    report(asleep=False)
+    assert server.complete().status_code == 200
+    with changing_state(server.run_directory) as change:
+        change.write(DeploymentState(sleep_level=1, asleep=TAGS))
+    assert server.http.get("/livez").status_code == 200
+    assert server.http.get("/readyz").status_code == 200, "nobody says so: it is not waited for for ever"
+
+
 def test_one_operation_at_a_time(start_server: Any) -> None:
     server = start_server()
     with changing_state(server.run_directory):
-        for path in ("/admin/sleep", "/admin/wake_up"):
+        for path in ("/admin/sleep", "/admin/wake_up", "/admin/replicas/0/restart"):
             reply = server.http.post(path)
             assert (reply.status_code, "another operation" in reply.text) == (409, True)
     assert server.http.post("/admin/reset_prefix_cache").status_code == 200
@@ -160,6 +203,14 @@ def test_one_operation_at_a_time(start_server: Any) -> None:
         ("/admin/sleep?level=x", None, "level"),
         ("/admin/pause?mode=stop", None, "mode is 'stop'; there are abort, wait, keep"),
         ("/admin/wake_up?tags=weights&tags=all", None, "no tag 'all'"),
+        ("/admin/sleep", {"level": 3}, "level is 3"),
+        ("/admin/sleep", {"level": True}, "level is True; a whole number"),
+        ("/admin/sleep", {"mode": "abort"}, "unknown field 'mode'; the only one is level"),
+        ("/admin/sleep?level=1", {"level": 2}, "level is in the query and in the body"),
+        ("/admin/sleep", [], "the body is a JSON array"),
+        ("/admin/pause", {"mode": None}, "mode is None; a text"),
+        ("/admin/wake_up", {"tags": "weights"}, "tags is 'weights'; a list of texts"),
+        ("/admin/wake_up", {"tags": ["weights", 5]}, "no tag 5"),
         ("/admin/update_weights", {"model": 5}, "model is 5"),
         ("/admin/update_weights", {"model": " "}, "model is ' '"),
         ("/admin/update_weights", {"model": "a", "x": 1}, "unknown field 'x'; the fields are model"),

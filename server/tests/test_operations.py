@@ -95,6 +95,15 @@ def test_what_layers_report_is_in_the_topology(start_server: Any, first_rank: in
     assert server.http.get("/topology").json()["layers"] == []
 
 
+def test_errors_name_a_replica_by_the_rank_that_it_has_over_all_nodes(start_server: Any) -> None:
+    server = start_server(first_rank=4)
+    server.engine.refusals["sleep"] = "no"
+    assert server.http.post("/admin/sleep").json()["error"]["message"] == "engine 4: no"
+    server.engine.stop("boom")
+    server.until(lambda: server.http.get("/readyz").status_code == 503, "the engine to be dead")
+    assert server.http.get("/readyz").json()["reason"] == "no engine is ready: engine 4 is dead"
+
+
 def test_the_key_guards_everything_but_the_probes(start_server: Any) -> None:
     server = start_server(config=ServerConfig(api_key="secret-ключ"))
     for probe in ("/livez", "/readyz", "/health"):

@@ -197,19 +197,48 @@ def test_an_engine_that_has_failed_is_dead_before_it_has_ended(start: Start, mon
     assert [listener.next() for _ in range(2)] == [("starting", 2), ("ready", 2)]
 
 
-def test_rapid_failures_are_not_restarted_for_ever(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fourfold_server.supervisor.MAX_RAPID_CRASHES", 2)
+def test_what_cannot_start_is_not_restarted_for_ever(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fourfold_server.supervisor.MAX_FAILED_STARTS", 2)
     listener = start("die-when-ready exit-9").listener
     reason = "engine_core DP0 was killed by signal 9 (SIGKILL) while running"
     assert [listener.next() for _ in range(3)] == [("starting", 1), ("ready", 1), ("dead", reason)]
     failed = "engine_core DP0 exited with code 9 during start-up"
     assert [listener.next() for _ in range(4)] == [("starting", 2), ("dead", failed), ("starting", 3), ("dead", failed)]
-    text = f"{failed}; it is not restarted again after 3 rapid failures"
+    text = f"{failed}; it is not restarted again after 2 starts that failed"
     assert listener.next() == ("gave up", text, 1)
 
 
+def test_what_starts_again_and_again_may_die_as_often(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fourfold_server.supervisor.MAX_FAILED_STARTS", 2)
+    monkeypatch.setattr("fourfold_server.supervised_process.MAX_DELAY", 0.01)
+    listener = start("die-when-ready exit-9 die-when-ready die-when-ready exit-9 die-when-ready ready").listener
+    reason = "engine_core DP0 was killed by signal 9 (SIGKILL) while running"
+    failed = ("dead", "engine_core DP0 exited with code 9 during start-up")
+    for incarnation in range(1, 7):
+        assert listener.next() == ("starting", incarnation)
+        expected = [failed] if incarnation in (2, 5) else [("ready", incarnation), ("dead", reason)]
+        assert [listener.next() for _ in expected] == expected
+    assert [listener.next() for _ in range(2)] == [("starting", 7), ("ready", 7)]
+
+
+def test_one_that_cannot_start_does_not_end_the_others(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even while they are away themselves, to come back."""
+    monkeypatch.setattr("fourfold_server.supervisor.MAX_FAILED_STARTS", 1)
+    monkeypatch.setattr("fourfold_server.supervised_process.MAX_DELAY", 0.01)
+    deployment = start("ready ready-if-1", num_engines=2)
+    listener = deployment.listener
+    assert sorted(listener.next() for _ in range(4)) == [("ready", 1)] * 2 + [("starting", 1)] * 2
+    pids = {process.label: process.pid for process in running_processes(deployment.run_directory.path)}
+    os.kill(pids["DP0"], signal.SIGKILL)
+    while listener.next() != ("starting", 4):
+        pass
+    os.kill(pids["DP1"], signal.SIGKILL)
+    while (notice := listener.next()) != ("ready", 2):
+        assert notice[0] != "gave up"
+
+
 def test_rapid_failures_end_nothing_while_another_node_serves(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fourfold_server.supervisor.MAX_RAPID_CRASHES", 1)
+    monkeypatch.setattr("fourfold_server.supervisor.MAX_FAILED_STARTS", 1)
     deployment = start("die-when-ready exit-9 exit-9 serve")
     deployment.supervisor.post(lambda: deployment.role.tell(ready_engine(1)))
     seen = [deployment.listener.next() for _ in range(10)]  # one of them is the other node's
@@ -233,7 +262,7 @@ def test_a_report_that_makes_no_sense_is_the_end(start: Start) -> None:
 
 
 def test_an_engine_fails_for_ever_beside_one_that_serves(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fourfold_server.supervisor.MAX_RAPID_CRASHES", 1)
+    monkeypatch.setattr("fourfold_server.supervisor.MAX_FAILED_STARTS", 1)
     monkeypatch.setattr("fourfold_server.supervised_process.MAX_DELAY", 0.01)
     deployment = start("ready ready-if-1 ready-if-1 ready-if-1 ready", num_engines=2)
     listener = deployment.listener

@@ -40,7 +40,8 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     cache_salt: str = ""
     """Only requests of equal salt share prefix-cache blocks."""
     adapter: str = ""
-    """The LoRA adapter that computes it, by the name that ``load_adapter`` gave it; empty: the model alone."""
+    adapter_folder: str = ""
+    """The LoRA adapter that computes it, as ``load_adapter`` named it, and where it is; empty: the model alone."""
     output_token_ids: list[int] = []
     """What it brought on another engine, before that one ended: goes on after these, and they count as output."""
     attempt: int = 0
@@ -94,9 +95,8 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache; sent with the first token."""
     error: str | None = None
-    """With finish_reason ERROR: what went wrong, for the client."""
     error_status: int = 500
-    """With finish_reason ERROR: the HTTP status that says whose fault it was, such as 400 or 429."""
+    """With finish_reason ERROR: what went wrong, for the client, and the HTTP status that says whose fault it was."""
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
@@ -166,8 +166,7 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     max_model_len: int
     device: str
     dtype: str
-    backends: dict[str, str]
-    """Chosen name of each kind of backend."""
+    backends: dict[str, str]  # the chosen name of each kind
     workers: list[dict[str, Any]] = []
     """A ``ProcessState`` a process, as plain values, without the engine's own."""
     stages: list[StageInfo] = []
@@ -195,7 +194,7 @@ class EngineOutputs(msgspec.Struct, kw_only=True, tag="outputs"):
 
 
 class UtilityReply(msgspec.Struct, frozen=True, kw_only=True, tag="utility_reply"):
-    """The answer to CallUtility; ``error`` is None on success."""
+    """The answer to CallUtility; ``error`` is None on success, and else has an HTTP status."""
 
     engine: int
     incarnation: int
@@ -203,7 +202,6 @@ class UtilityReply(msgspec.Struct, frozen=True, kw_only=True, tag="utility_reply
     result: Any = None
     error: str | None = None
     error_status: int = 500
-    """The HTTP status of ``error``."""
 
 
 # --- engine core -> coordinator -> API servers -------------------------------------------------------------------
@@ -274,9 +272,11 @@ class DrainEngine(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
 
 
 class ForgetClient(msgspec.Struct, frozen=True, kw_only=True, tag="forget_client"):
-    """An API server has died: end its requests. Another process will take its place."""
+    """An API server has died: end what it asked for. Another process takes its place, and may have asked too by now."""
 
     client: int
+    died: float
+    """Unix seconds, by the clock of the API servers."""
 
 
 EngineOrder = DrainEngine | ForgetClient

@@ -270,6 +270,10 @@ def test_an_engine_that_drains_gets_no_requests_and_a_planned_end_blames_none(ru
             assert [link.num_requests for link in client.links] == [1, 4]
             with pytest.raises(RequestError, match="engine 0 is draining"):
                 client.open(request("there"), heard.append, engine=0)
+            # It still computes, with weights that an operation on the other one would take from both.
+            with pytest.raises(RequestError, match="engine 0 is draining; try again when all are ready") as draining:
+                await client.call_all([("discard_weights", {})], timeout=5)
+            assert draining.value.status == 409
             for engine, incarnation in ((0, 1), (1, 1), (0, 2), (1, 2)):
                 client.hear(EngineDead(engine=engine, incarnation=incarnation, reason="restart", planned=True))
                 client.mark_ready(notice(engine, incarnation + 1))

@@ -50,6 +50,32 @@ def test_a_slot_is_free_again_when_its_last_request_has_ended() -> None:
     assert (adapters.slot_of("b"), adapters.slot_of("c")) == (2, 1)
 
 
+def test_a_request_that_another_engine_began_is_finished_with_an_adapter_that_was_unloaded() -> None:
+    client = Client()
+    adapters = Adapters(client, LoraConfig(enable_lora=True, max_loras=2))
+    adapters.load("a", "/a")
+    assert adapters.slot_to_finish("a", "/a") == 1
+    adapters.unload("a")
+    assert adapters.slot_to_finish("a", "/a") == 1, "a request here names it still"
+    adapters.drop([])
+    assert adapters.slot_to_finish("a", "/a") == 1
+    assert client.calls == [("load", 1, "/a"), ("unload", 1), ("load", 1, "/a")]
+    with pytest.raises(RequestError, match="no LoRA adapter 'a' is loaded"):
+        adapters.slot_of("a")
+    adapters.drop([])
+    assert client.calls[3:] == [("unload", 1)]
+
+
+def test_a_core_goes_on_with_an_adapter_that_was_unloaded(toy_engine: Any) -> None:
+    engine = toy_engine(lora=LoraConfig(enable_lora=True))
+    _, refusal = engine.try_add([3] * 4, adapter="x")
+    assert refusal is not None
+    name = engine.add([3] * 4, output=[5, 6], adapter="x")
+    engine.run()
+    assert engine.finish_reason(name) is not None
+    assert not engine.core._adapters.are_leaving
+
+
 def test_what_cannot_be_loaded_takes_no_slot() -> None:
     client = Client()
     adapters = Adapters(client, LoraConfig(enable_lora=True, max_loras=1))

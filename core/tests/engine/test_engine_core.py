@@ -257,11 +257,13 @@ def test_a_request_goes_on_from_what_another_engine_brought(toy_engine: Any, dep
 
 def test_all_requests_of_a_client_can_be_ended(toy_engine: Any) -> None:
     engine = toy_engine(max_num_seqs=2)
-    names = [engine.add([2, number], client=number % 2, ignore_eos=True) for number in range(6)]
+    names = [engine.add([2, number], client=number % 2, ignore_eos=True) for number in range(6)]  # at 1.0 to 6.0
     engine.step()
-    engine.core.abort_client(1)
+    engine.core.abort_client(1, died=4.0)
     engine.run()
-    assert [engine.finish_reason(name) is None for name in names] == [False, True] * 3
+    assert [engine.finish_reason(name) is None for name in names] == [False, True, False, True, False, False], (
+        "the last is its successor's"
+    )
     engine.check_idle()
 
 

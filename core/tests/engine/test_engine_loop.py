@@ -39,6 +39,7 @@ class FakeCore:
 
     def __init__(self) -> None:
         self.left: dict[str, tuple[int, int]] = {}
+        self.arrivals: dict[str, float] = {}
         self.steps = 0
         self.step_seconds = 0.0
         self.aborted: list[str] = []
@@ -72,6 +73,7 @@ class FakeCore:
         if request.request_id == "refused":
             return RequestOutput(request_id="refused", finish_reason=FinishReason.ERROR, error="no room")
         self.left[request.request_id] = (request.client, len(request.prompt_token_ids))
+        self.arrivals[request.request_id] = request.arrival_time
         return None
 
     def abort(self, request_ids: list[str]) -> None:
@@ -79,8 +81,9 @@ class FakeCore:
         for request_id in request_ids:
             self.left.pop(request_id, None)
 
-    def abort_client(self, client: int) -> None:
-        self.abort([name for name, (owner, _) in self.left.items() if owner == client])
+    def abort_client(self, client: int, died: float) -> None:
+        owned = [name for name, (owner, _) in self.left.items() if owner == client]
+        self.abort([name for name in owned if self.arrivals[name] <= died])
 
     def prefix_marks(self) -> bytes:
         return b"%4d" % self.steps
@@ -184,8 +187,14 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
     harness.close()
 
 
-def request(name: str, tokens: int = 1, client: int = 0) -> AddRequest:
-    return AddRequest(request_id=name, client=client, prompt_token_ids=[1] * tokens, sampling=SamplingParams())
+def request(name: str, tokens: int = 1, client: int = 0, *, arrival_time: float = 0.0) -> AddRequest:
+    return AddRequest(
+        request_id=name,
+        client=client,
+        prompt_token_ids=[1] * tokens,
+        sampling=SamplingParams(),
+        arrival_time=arrival_time,
+    )
 
 
 def test_outputs_go_to_the_server_that_asked(harness: Harness) -> None:
@@ -354,7 +363,7 @@ def test_the_requests_of_a_dead_server_end_and_its_successor_hears_nothing_of_th
     harness.send(request("other", 1_000_000, client=1))
     harness.outputs(0, 2)
     harness.outputs(1, 2)
-    harness.loop.order(ForgetClient(client=0))
+    harness.loop.order(ForgetClient(client=0, died=1.0))
     deadline = time.monotonic() + 10
     while harness.core.aborted != ["dead"]:
         assert time.monotonic() < deadline
@@ -363,6 +372,59 @@ def test_the_requests_of_a_dead_server_end_and_its_successor_hears_nothing_of_th
     while (output := harness.outputs(0, 1)[-1]).request_id != "new":
         assert output.request_id == "dead"
     assert output.finish_reason is not None
+
+
+def test_what_a_successor_asks_while_a_long_step_keeps_the_order_waiting_is_its_own(harness: Harness) -> None:
+    """Its requests go on, and it hears what the engine refuses."""
+    harness.send(request("dead", 1_000_000, client=0, arrival_time=5.0))
+    harness.outputs(0, 1)
+    stepping, go_on = threading.Event(), threading.Event()
+    step = harness.core.step
+
+    def long_step() -> Mapping[int, list[RequestOutput]]:
+        harness.core.step = step  # type: ignore[method-assign]
+        stepping.set()
+        assert go_on.wait(10)
+        return step()
+
+    harness.core.step = long_step  # type: ignore[method-assign]
+    assert stepping.wait(10)
+    harness.loop.order(ForgetClient(client=0, died=6.0))
+    harness.send(CallUtility(client=0, call_id=5 * 10**9, method="pause", arguments={"mode": "wait"}))
+    harness.send(CallUtility(client=0, call_id=7 * 10**9, method="pause", arguments={"mode": "wait"}))
+    harness.send(request("new", 2, client=0, arrival_time=7.0))
+    harness.send(request("refused", client=0, arrival_time=7.0))
+    assert harness.loop._inputs.poll(DEADLINE_MS)
+    go_on.set()
+    ended, replies = set(), []
+    while ended != {"new", "refused"} or not replies:
+        message = harness.receive(0)
+        if isinstance(message, EngineOutputs):
+            ended |= {output.request_id for output in message.outputs if output.finish_reason}
+        else:
+            replies.append(message)
+    assert [(reply.call_id, reply.error) for reply in replies] == [(7 * 10**9, None)]
+    assert harness.core.aborted == ["dead"]
+
+
+def test_a_coordinator_that_takes_the_place_of_another_hears_how_an_idle_engine_stands(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, coordinated=True)
+    harness.coordinator.close(0)
+    harness.core.step_seconds = 0.06  # a report a step, and more of them than may wait
+    harness.thread.start()
+    try:
+        harness.send(request("long", 25))
+        harness.outputs(0, 25)
+        harness.coordinator = harness.context.socket(zmq.PULL)
+        harness.coordinator.bind(f"ipc://{tmp_path}/coordinator")
+        running, deadline = 1, time.monotonic() + 10
+        while running:
+            assert time.monotonic() < deadline, "it is told of work that has ended"
+            if harness.coordinator.poll(100):
+                report = msgspec.msgpack.decode(harness.coordinator.recv(), type=EngineReport)
+                running = report.stats.num_running + (report.stats.num_steps < 25)
+    finally:
+        harness.close()
 
 
 def test_a_coordinator_hears_how_things_stand_and_servers_only_what_they_asked_for(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ class Core:
     def settle(self) -> Iterator[Mapping[int, list[RequestOutput]]]:
         return iter(())
 
-    def abort_client(self, client: int) -> None:
+    def abort_client(self, client: int, died: float) -> None:
         self.left.clear()
 
     def sleep(self, level: int) -> None:
@@ -294,25 +295,31 @@ def test_a_pause_is_given_up_with_the_server_that_wanted_it(deployment: Deployme
         deployment.call(engine, "pause", mode="keep")
     deployment.wait_until(lambda: deployment.cores[0].mode == deployment.cores[1].mode == "keep", "both to know")
     for loop in deployment.loops:
-        loop.order(ForgetClient(client=0))
+        loop.order(ForgetClient(client=0, died=time.time()))
     deployment.wait_until(lambda: all(core.mode is None for core in deployment.cores), "both to give up")
     deployment.run(0, "after", 3)
     deployment.wait_until(lambda: deployment.cores[0].steps > 3 and not deployment.cores[0].left, "the request")
 
 
 @pytest.mark.parametrize("noted", [False, True])
-def test_a_stop_that_nobody_has_noted_ends_with_its_server(deployment: Deployment, noted: bool) -> None:
+def test_a_stop_that_nobody_has_noted_ends_with_its_server(
+    deployment: Deployment, noted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for engine in range(NUM_ENGINES):
         deployment.call(engine, "pause", mode="wait")
     deployment.answers(3)
     if noted:
         write_state(deployment.folder, DeploymentState(paused=True))
-    before = [loop._clients[0] for loop in deployment.loops]
+    heard: list[int] = []
+
+    def forget(loop: EngineLoop, client: int, died: float) -> None:
+        EngineLoop._forget_pauses(loop, client, died)
+        heard.append(client)
+
     for loop in deployment.loops:
-        loop.order(ForgetClient(client=0))
-    deployment.wait_until(
-        lambda: all(loop._clients[0] is not peer for loop, peer in zip(deployment.loops, before)), "all to hear of it"
-    )
+        monkeypatch.setattr(loop, "_forget_pauses", partial(forget, loop))
+        loop.order(ForgetClient(client=0, died=time.time()))
+    deployment.wait_until(lambda: heard == [0] * NUM_ENGINES, "all to hear of it")
     assert [core.paused for core in deployment.cores] == [noted] * NUM_ENGINES
     if noted:
         deployment.resume()

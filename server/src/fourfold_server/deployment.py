@@ -104,7 +104,7 @@ class Deployment:
         """Hear of an engine."""
         if isinstance(notice, EngineReady):
             backends = ", ".join(f"{kind} {name}" for kind, name in sorted(notice.backends.items()))
-            logger.info("engine DP%d: %s", notice.engine, backends)
+            logger.info("engine DP%d: %s", self._shape.first_rank + notice.engine, backends)
         self._server.engine_changed(notice)
 
     def server_ready(self) -> None:

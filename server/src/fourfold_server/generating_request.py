@@ -38,6 +38,7 @@ class GeneratingRequest:
     async def read(cls, state: ServerState, http: Request, table: Table) -> Self:
         """Read the body. Raises RequestError."""
         arrival = time.monotonic()
+        await state.catch_up()
         model = state.serving()
         rank = read_rank(http.headers, state.client.ranks)
         values, ignored, constants = await read_request_fields(http, state, table)

@@ -195,7 +195,7 @@ class HeadlessNode:
             return
         match order:
             case ForgetClient():
-                self._engines.forget_client(order.client)
+                self._engines.forget_client(order)
             case RestartEngine():
                 self._supervisor.restart(order)
             case StateTold():

@@ -135,11 +135,11 @@ class NodeHub:
                 self._listener.send(node, pack(StateTold(state=read_state(self._run_directory))))
                 self._listener.send(node, pack(order))
 
-    def forget_client(self, client: int) -> None:
+    def forget_client(self, order: ForgetClient) -> None:
         """Let all engines end the requests of an API server that has died."""
-        self._relay.open_outlet(api_socket(client))
+        self._relay.open_outlet(api_socket(order.client))
         for node, _ in self._present():
-            self._listener.send(node, pack(ForgetClient(client=client)))
+            self._listener.send(node, pack(order))
 
     def _hear(self, node: str, content: bytes) -> None:
         message = msgspec.msgpack.decode(content, type=FromNode)

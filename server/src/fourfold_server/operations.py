@@ -25,8 +25,8 @@ CallAll = Callable[[Sequence[Call]], Awaitable[None]]
 class Operations:
     """One at a time in a deployment, whichever API server is asked.
 
-    All raise RequestError: status 400 for what cannot be, 409 while another operation runs or an engine starts, 503
-    when no engine is up; and EngineError for what fails on an engine.
+    All raise RequestError: status 400 for what cannot be, 409 while another operation runs or an engine starts or
+    drains, 503 when no engine is up; and EngineError for what fails on an engine.
     """
 
     def __init__(

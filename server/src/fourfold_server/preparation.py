@@ -134,6 +134,7 @@ def build_requests(
                     arrival_time=time.time(),
                     cache_salt=values["cache_salt"],
                     adapter="" if adapter is None else adapter.unique,
+                    adapter_folder="" if adapter is None else adapter.folder,
                 )
             )
     return requests

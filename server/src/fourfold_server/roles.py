@@ -6,6 +6,7 @@ All of it runs on the supervisor's thread.
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,7 @@ class Elsewhere(Protocol):
     def restart(self, order: RestartEngine) -> None:
         """Hand on the wish to the node that has the engine."""
 
-    def forget_client(self, client: int) -> None:
+    def forget_client(self, order: ForgetClient) -> None:
         """Let all of them end the requests of an API server that has died."""
 
 
@@ -125,12 +126,12 @@ class EngineRole:
         """The notices from which a newcomer learns how things stand."""
         return [notice for told in self._told.values() for notice in told]
 
-    def forget_client(self, client: int) -> None:
+    def forget_client(self, order: ForgetClient) -> None:
         """Let all engines end the requests of an API server that has died."""
         for process in self.processes:
-            _order(process, ForgetClient(client=client))
+            _order(process, order)
         if self._elsewhere is not None:
-            self._elsewhere.forget_client(client)
+            self._elsewhere.forget_client(order)
 
     def restart_elsewhere(self, order: RestartEngine) -> None:
         """See Engines."""
@@ -258,7 +259,7 @@ class ApiServerRole:
     def lost(self, process: SupervisedProcess, reason: str) -> None:
         """See Role."""
         self._acceptor.remove(process.index)
-        self._engines.forget_client(process.index)
+        self._engines.forget_client(ForgetClient(client=process.index, died=time.time()))
 
     def gone(self, process: SupervisedProcess) -> None:
         """See Role."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 from unicodedata import category
 
 from fastapi import APIRouter, Query
@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from fourfold.contracts.load_balancer import EngineState
 from fourfold.errors import RequestError
 from fourfold.messages import RestartEngine
+from fourfold.supervision.deployment_state import changing_state
 from fourfold_server.documentation import request_body
 from fourfold_server.fields import STRING, Field, Table
 from fourfold_server.json_body import read_json_object
@@ -24,6 +25,8 @@ MAX_TEXT = 4096
 _UPDATE_FIELDS: Final[Table] = {
     "model": Field(kind=STRING, doc="a folder, or any name that can be served, of the same model.", required=True)
 }
+_Value = TypeVar("_Value", int, str, list[str])
+_TYPES = {int: "a whole number", str: "a text", list: "a list of texts"}
 
 
 def admin_router(state: ServerState) -> APIRouter:
@@ -40,8 +43,8 @@ def admin_router(state: ServerState) -> APIRouter:
         return JSONResponse({})
 
     @router.post("/admin/pause", summary="Come to a stop: requests that have begun are kept, waited for, or aborted")
-    async def pause(mode: str = "keep") -> Response:
-        await state.operations.pause(mode)
+    async def pause(request: Request, mode: str = "keep") -> Response:
+        await state.operations.pause(await _field_of_body(request, state, "mode", mode))
         return JSONResponse(_pausing(state))
 
     @router.post("/admin/resume", summary="Go on after a pause")
@@ -51,20 +54,25 @@ def admin_router(state: ServerState) -> APIRouter:
 
     @router.get("/admin/is_paused", summary="Whether the replicas have come to a stop")
     async def is_paused() -> Response:
+        await state.catch_up()
         return JSONResponse(_pausing(state))
 
     @router.post("/admin/sleep", summary="Give memory back: of the KV cache, and at level 2 of the weights too")
-    async def sleep(level: int = 1) -> Response:
-        await state.operations.sleep(level)
+    async def sleep(request: Request, level: int = 1) -> Response:
+        await state.operations.sleep(await _field_of_body(request, state, "level", level))
         return JSONResponse(_sleeping(state))
 
     @router.post("/admin/wake_up", summary="Take the memory again: all, or that of tags weights and kv_cache")
-    async def wake_up(tags: Annotated[list[str], Query()] = []) -> Response:  # noqa: B006 (FastAPI copies it)
-        await state.operations.wake_up(tags)
+    async def wake_up(
+        request: Request,
+        tags: Annotated[list[str], Query()] = [],  # noqa: B006 (FastAPI copies it)
+    ) -> Response:
+        await state.operations.wake_up(await _field_of_body(request, state, "tags", tags))
         return JSONResponse(_sleeping(state))
 
     @router.get("/admin/is_sleeping", summary="Whether memory was given back, and which")
     async def is_sleeping() -> Response:
+        await state.catch_up()
         return JSONResponse(_sleeping(state))
 
     @router.post(
@@ -98,6 +106,25 @@ def read_text_fields(body: dict[str, Any], names: Collection[str]) -> dict[str, 
     return {name: body[name] for name in names}
 
 
+async def _field_of_body(request: Request, state: ServerState, name: str, otherwise: _Value) -> _Value:
+    """A field of a JSON body, for those who send what belongs into the query there; ``otherwise`` without one.
+
+    Raises RequestError for a body that has anything else, and for a value of another type.
+    """
+    if request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
+        return otherwise
+    body = (await read_json_object(request, state)).values
+    for field in body:
+        if field != name:
+            raise RequestError(f"unknown field {field!r}; the only one is {name}", parameter=field)
+    value = body.get(name, otherwise)
+    if name in body and name in request.query_params:
+        raise RequestError(f"{name} is in the query and in the body; send one of them", parameter=name)
+    if type(value) is not type(otherwise):
+        raise RequestError(f"{name} is {value!r:.100}; {_TYPES[type(otherwise)]}", parameter=name)
+    return value
+
+
 def _sleeping(state: ServerState) -> dict[str, Any]:
     replicas = [{"rank": link.rank, "asleep": list(link.stats.asleep)} for link in state.client.links]
     return {"is_sleeping": any(replica["asleep"] for replica in replicas), "replicas": replicas}
@@ -119,5 +146,6 @@ def _restart(state: ServerState, value: str) -> dict[str, int | str]:
         )
     if link.state is not EngineState.READY:
         raise RequestError(f"replica {link.rank} is {link.condition}; only a ready one can be restarted", status=409)
-    state.restart_engine(RestartEngine(engine=link.engine))
+    with changing_state(state.client.run_directory):  # not in the middle of an operation on all replicas
+        state.restart_engine(RestartEngine(engine=link.engine))
     return {"rank": link.rank, "state": str(EngineState.DRAINING)}

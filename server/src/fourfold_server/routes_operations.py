@@ -35,6 +35,7 @@ def operations_router(state: ServerState) -> APIRouter:
     @router.head("/readyz", include_in_schema=False)
     @router.get("/readyz", summary="Whether requests are taken now")
     async def ready() -> Response:
+        await state.catch_up()
         return _probe(state.unready_reason(), "ready", _failing(state))
 
     @router.head("/health", include_in_schema=False)

@@ -20,6 +20,9 @@ from fourfold_server.metrics import Metrics
 from fourfold_server.operations import Operations
 from fourfold_server.text_pool import TextPool
 
+CATCH_UP_SECONDS = 0.05
+"""Many times what a message takes, and little enough for a probe while an operation is under way."""
+
 
 @dataclass(kw_only=True, slots=True)
 class ServerState:
@@ -65,6 +68,20 @@ class ServerState:
         for timeout in self.body_timeouts:
             timeout.reschedule(asyncio.get_running_loop().time())
 
+    async def catch_up(self) -> None:
+        """Wait, though not for long, where another API server has said that all replicas sleep, pause or are awake, and
+        this one has yet to hear it of them.
+        """
+        deadline = time.monotonic() + CATCH_UP_SECONDS
+        while self._is_behind() and time.monotonic() < deadline:
+            await asyncio.sleep(CATCH_UP_SECONDS / 20)
+
+    def _is_behind(self) -> bool:
+        wished = self._wishes.read()
+        asleep = bool(wished.asleep)
+        up = [link.stats for link in self.client.links if link.state in (EngineState.READY, EngineState.ASLEEP)]
+        return any((bool(one.asleep), one.paused) != (asleep, asleep or wished.paused) for one in up)
+
     def unready_reason(self) -> str | None:
         """Why no request is taken now; None: they are."""
         if self.draining:
@@ -74,7 +91,7 @@ class ServerState:
         links = self.client.links
         if any(link.state is EngineState.READY for link in links):
             return None
-        return "no engine is ready: " + ", ".join(f"engine {link.engine} is {link.condition}" for link in links)
+        return "no engine is ready: " + ", ".join(f"engine {link.rank} is {link.condition}" for link in links)
 
     def serving(self) -> ServedModel:
         """The model. Raises RequestError with status 503 when no request is taken now."""

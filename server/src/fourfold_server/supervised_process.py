@@ -48,6 +48,8 @@ class SupervisedProcess:
     overdue: str = ""
     """Why the supervisor ended it."""
     rapid_crashes: int = 0
+    failed_starts: int = 0
+    """In a row, of one that was ready before."""
     wake_time: float | None = None
     """When to look again: the deadline of a start or of a drain, or the time of a restart."""
     on_wake: Callable[[], None] = field(default=lambda: None)
@@ -90,6 +92,7 @@ class SupervisedProcess:
         The first restart is at once; a place that goes on failing backs off 1, 2, ... seconds. A start that fails is a
         rapid crash however long it took.
         """
+        self.failed_starts = 0 if self.ready else self.failed_starts + 1
         rapid = not self.ready or time.monotonic() - self.started < RAPID_CRASH_SECONDS
         self.rapid_crashes = self.rapid_crashes + 1 if rapid else 1
         return 0.0 if self.rapid_crashes == 1 else min(MAX_DELAY, 2.0 ** (self.rapid_crashes - 2))

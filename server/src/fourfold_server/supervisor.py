@@ -26,8 +26,8 @@ from fourfold_server.supervised_process import Failure, SupervisedProcess
 
 logger = logging.getLogger(__name__)
 
-MAX_RAPID_CRASHES = 3
-"""Of an engine, after which the deployment ends if no other engine is ready."""
+MAX_FAILED_STARTS = 3
+"""In a row, of every engine: then the deployment ends. One that starts and is killed again and again is no such."""
 _STARTUP_GRACE = 5.0
 """Seconds, or a tenth if that is less, beyond --startup-timeout: the process itself knows for whom it waits."""
 _ENDING_TIMEOUT = 20.0
@@ -43,7 +43,7 @@ class Role(Protocol):
 
     @property
     def vital(self) -> bool:
-        """Whether requests are lost with a process, so that --on-failure and the limit of rapid crashes hold for it."""
+        """Whether requests are lost with a process, so that --on-failure and the limit of failed starts hold for it."""
 
     def command(self, process: SupervisedProcess) -> ChildCommand:
         """The command of a new incarnation, about to be started."""
@@ -258,7 +258,7 @@ class Supervisor:
 
     def _start_over(self, process: SupervisedProcess) -> None:
         """With what holds now: what it started with does no more."""
-        process.rapid_crashes = 0
+        process.rapid_crashes = process.failed_starts = 0
         if process.child is not None:
             # One that is bound to others takes them with it when it crashes, and not when that is planned.
             process.planned_end = not self._engines.bound
@@ -324,10 +324,11 @@ class Supervisor:
 
     def _restart(self, role: Role, process: SupervisedProcess, failure: Failure) -> None:
         delay = process.count_crash()
-        alone = not any(other.ready and other.child is not None for other in role.processes)
-        alone = alone and not self._engines.ready_elsewhere
-        if role.vital and alone and process.rapid_crashes > MAX_RAPID_CRASHES:
-            message = f"{failure.message}; it is not restarted again after {process.rapid_crashes} rapid failures"
+        # Of engines that are bound to each other only the first to fail counts; it takes the others with it.
+        judged = [process] if self._engines.bound else role.processes
+        hopeless = all(one.failed_starts >= MAX_FAILED_STARTS for one in judged) and not self._engines.ready_elsewhere
+        if role.vital and hopeless:
+            message = f"{failure.message}; it is not restarted again after {process.failed_starts} starts that failed"
             self._give_up(Failure(message=message, status=1, traceback=failure.traceback))
             return
         if failure.traceback:

@@ -134,7 +134,7 @@ class EngineClient:
                 raise EngineError(f"the load balancer chose engine {engine}, which is {state}; use another one")
         link = self._links[engine]
         if link.state is not EngineState.READY:
-            raise RequestError(f"engine {engine} is {link.state}; try again later", status=503)
+            raise RequestError(f"engine {link.rank} is {link.state}; try again later", status=503)
         in_flight.place(link)
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -220,7 +220,7 @@ class EngineClient:
         for link in self._links:
             idle = now - link.last_progress
             if link.num_requests and link.state is EngineState.READY and not link.stats.paused and idle > timeout:
-                return f"engine {link.engine} has {link.num_requests} requests and finished no step for {idle:.1f} s"
+                return f"engine {link.rank} has {link.num_requests} requests and finished no step for {idle:.1f} s"
         return None
 
     def hear(self, notice: EngineNotice) -> None:
@@ -274,7 +274,7 @@ class EngineClient:
         link.close()
         self._utilities.mourn(engine, reason)
         homeless = [one for one in self._requests.values() if one.link is link]
-        message = f"engine {engine} failed: {reason}"
+        message = f"engine {link.rank} failed: {reason}"
         if len(self._links) == 1:
             self._fail(homeless, message)
             return

@@ -70,7 +70,7 @@ class EngineLink:
         try:
             self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again as error:
-            raise RequestError(f"engine {self.engine} takes no messages; try again later", status=503) from error
+            raise RequestError(f"engine {self.rank} takes no messages; try again later", status=503) from error
 
     def close(self, *, linger: int = 0) -> None:
         """Close the socket; twice is harmless. ``linger``: milliseconds that queued messages may take to leave."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,8 @@ class UtilityCalls:
         self._client = client
         self._links = links
         self._waiting: dict[int, _Waiting] = {}
-        self._call_ids = itertools.count()
+        # No reply to an earlier process under this number may be taken for one to this.
+        self._call_ids = itertools.count(time.time_ns())
 
     async def call(self, engine: int, method: str, arguments: dict[str, Any], *, timeout: float) -> Any:
         """Call one engine; returns its reply.
@@ -35,7 +37,7 @@ class UtilityCalls:
         """
         link = self._links[engine]
         if link.state is EngineState.DEAD:
-            raise ExecutorFailed(f"engine {engine} is dead: {link.reason}")
+            raise ExecutorFailed(f"engine {link.rank} is dead: {link.reason}")
         call_id = next(self._call_ids)
         future = asyncio.get_running_loop().create_future()
         self._waiting[call_id] = _Waiting(engine, method, future)
@@ -44,7 +46,7 @@ class UtilityCalls:
             async with asyncio.timeout(timeout):
                 return await future
         except TimeoutError as error:
-            raise EngineError(f"no reply to {method!r} within {timeout:g} s from engine {engine}") from error
+            raise EngineError(f"no reply to {method!r} within {timeout:g} s from engine {link.rank}") from error
         finally:
             self._waiting.pop(call_id, None)
 
@@ -55,7 +57,7 @@ class UtilityCalls:
 
         ``engines`` are those of ``engines_up``, of this moment by default. One that dies meanwhile is passed over:
         whoever starts it again tells it. Raises RequestError for what an engine refuses, with status 409 while one
-        starts and 503 when none is up; EngineError for what fails.
+        starts or drains and 503 when none is up; EngineError for what fails.
         """
         engines = self.engines_up() if engines is None else engines
         for method, arguments in calls:
@@ -77,31 +79,32 @@ class UtilityCalls:
         waiting = self._waiting.get(reply.call_id)
         if waiting is None or waiting.future.done():
             return
+        rank = self._links[reply.engine].rank
         if reply.error is None:
             waiting.future.set_result(reply.result)
         elif reply.error_status < 500 or reply.error_status == 503:
-            refused = RequestError(f"engine {reply.engine}: {reply.error}", status=reply.error_status)
+            refused = RequestError(f"engine {rank}: {reply.error}", status=reply.error_status)
             waiting.future.set_exception(refused)
         else:
-            waiting.future.set_exception(
-                EngineError(f"{waiting.method!r} failed on engine {reply.engine}: {reply.error}")
-            )
+            waiting.future.set_exception(EngineError(f"{waiting.method!r} failed on engine {rank}: {reply.error}"))
 
     def mourn(self, engine: int, reason: str) -> None:
         """End the calls of an engine that is no more."""
         for waiting in self._waiting.values():
             if waiting.engine == engine and not waiting.future.done():
                 waiting.future.set_exception(
-                    ExecutorFailed(f"engine {engine} died during {waiting.method!r}: {reason}")
+                    ExecutorFailed(f"engine {self._links[engine].rank} died during {waiting.method!r}: {reason}")
                 )
 
     def engines_up(self) -> dict[int, int]:
-        """Engine -> incarnation of those that ``call_all`` would call; raises as it does. One that starts again and
-        again is not waited for: what is wished of the others may help it.
+        """Engine -> incarnation of those that ``call_all`` would call; raises as it does. One that drains computes with
+        weights that all share. One that starts again and again is not waited for: what is wished of the others may
+        help it.
         """
         for link in self._links:
-            if link.state is EngineState.STARTING and not link.failure:
-                raise RequestError(f"engine {link.engine} is starting; try again when all are ready", status=409)
+            starts = link.state is EngineState.STARTING and not link.failure
+            if starts or link.state is EngineState.DRAINING:
+                raise RequestError(f"engine {link.rank} is {link.state}; try again when all are ready", status=409)
         up = {link.engine: link.incarnation or 0 for link in self._links if link.state in _UP}
         if not up:
             raise RequestError(_NONE_UP, status=503)

@@ -41,6 +41,15 @@ class Adapters:
             raise RequestError(f"no LoRA adapter {name!r} is loaded", code="model_not_found", status=404)
         return slot
 
+    def slot_to_finish(self, name: str, folder: str) -> int:
+        """The slot for a request that began on another engine, unloaded meanwhile or not: where the adapter is not, it
+        is loaded until that request has ended. Raises as ``load`` does.
+        """
+        if name not in self._slots and name not in self._leaving:
+            self.load(name, folder)
+            self.unload(name)
+        return self._slots[name] if name in self._slots else self._leaving[name]
+
     def load(self, name: str, folder: str) -> None:
         """Load an adapter; nothing happens if that name is loaded.
 

@@ -99,6 +99,7 @@ class EngineCore:
         scheduler = self._scheduler
         try:
             self._check(request)
+            slot = self._find_slot(request)
         except RequestError as error:
             return failure(request.request_id, str(error), error.status)
         num_prompt = len(request.prompt_token_ids)
@@ -107,7 +108,6 @@ class EngineCore:
             limit = min(limit, num_prompt + request.sampling.max_tokens)
         # The last token is never computed itself, so it needs no place in the cache. A request that outgrows the
         # whole cache ends there with LENGTH, as at the end of the context.
-        slot = self._adapters.slot_of(request.adapter) if request.adapter else 0
         scheduler.add(Request(request, max_total=min(limit, self._capacity + 1), adapter_slot=slot))
         return None
 
@@ -120,9 +120,10 @@ class EngineCore:
                 output = RequestOutput(request_id=request_id, finish_reason=FinishReason.ABORT)
                 self._tell_finished({request.client: [output]})
 
-    def abort_client(self, client: int) -> None:
-        """End all requests of an API server without another output."""
-        self.abort([name for name, request in self._scheduler.requests.items() if request.client == client])
+    def abort_client(self, client: int, died: float) -> None:
+        """End all requests that an API server had when it died, in Unix seconds, without another output."""
+        requests = self._scheduler.requests.values()
+        self.abort([one.request_id for one in requests if one.client == client and one.arrival_time <= died])
 
     def step(self) -> dict[int, list[RequestOutput]]:
         """Fill the air with steps, wait for the oldest, and return what it brought: client -> outputs.
@@ -357,8 +358,13 @@ class EngineCore:
                 parameter="prompt",
             )
         request.sampling.check_vocabulary(self._vocabulary_size)
-        if request.adapter:
-            self._adapters.slot_of(request.adapter)
+
+    def _find_slot(self, request: AddRequest) -> int:
+        if not request.adapter:
+            return 0
+        if request.attempt:
+            return self._adapters.slot_to_finish(request.adapter, request.adapter_folder)
+        return self._adapters.slot_of(request.adapter)
 
     def _count(self, started: float, forward_seconds: float) -> None:
         stats = self._scheduler.stats

@@ -48,6 +48,8 @@ _STATS_INTERVAL = 0.25
 """Seconds after which an API server without outputs hears the stats of a working engine."""
 _REPORT_INTERVAL = 0.05
 """The same for the coordinator, which publishes every 0.1 s."""
+_REPEAT_INTERVAL = 2.0
+"""The same without news, as it may be another coordinator than the one that was told."""
 _MAX_QUEUED_REPORTS = 16
 _MARKS_INTERVAL = 1.0
 """Seconds between descriptions of a working engine's prefix cache; balancers know themselves what they sent since."""
@@ -134,7 +136,8 @@ class EngineLoop:
                 # coordinator that may be another one than was told of the work.
                 wants = self._core.has_work or bool(self._pauses)
                 retries = wants or any(client.lost for client in self._clients)
-                arrived = self._poller.poll(_RETRY_MILLISECONDS if retries else None)
+                repeats = None if self._coordinator is None else int(1000 * _REPEAT_INTERVAL)
+                arrived = self._poller.poll(_RETRY_MILLISECONDS if retries else repeats)
                 if not arrived and self._wave is not None and wants:
                     self._wave.work_arrived(again=True)
 
@@ -196,10 +199,11 @@ class EngineLoop:
             if isinstance(order, DrainEngine):
                 self._draining = True
             else:
-                self._take_inputs()  # what it sent before it died
-                self._core.abort_client(order.client)
-                self._forget_pauses(order.client)
+                # The order may have waited for a long step, and its successor have sent something by now.
                 self._clients[order.client] = self._clients[order.client].renewed()
+                self._take_inputs()  # what it sent before it died
+                self._core.abort_client(order.client, order.died)
+                self._forget_pauses(order.client, order.died)
 
     def _take_inputs(self) -> None:
         for _ in range(_MAX_INPUTS_PER_STEP):
@@ -272,9 +276,9 @@ class EngineLoop:
             self._tell_all_clients()
             self._clients[call.client].send(self._reply(call))
 
-    def _forget_pauses(self, client: int) -> None:
+    def _forget_pauses(self, client: int, died: float) -> None:
         """The API server is no more: a stop that it called for ends, unless it is noted as what operators wish."""
-        left = [call for call in self._pauses if call.client != client]
+        left = [call for call in self._pauses if call.client != client or call.call_id > 1e9 * died]
         theirs = len(left) < len(self._pauses) or self._paused_for == client
         self._pauses = left
         if theirs and not left:
@@ -337,7 +341,8 @@ class EngineLoop:
         """While there is nothing to do: tell who does not know how things stand."""
         if self._coordinator is not None:
             stale = [client for client in self._clients if client.lost]
-            if self._coordinator.last_stats != self._core.stats:
+            old = time.monotonic() - self._coordinator.last_send > _REPEAT_INTERVAL
+            if old or self._coordinator.last_stats != self._core.stats:
                 self._marks_time = 0.0  # nobody is delayed by it, and it may be a while until there is more to say
                 self._report(self._coordinator)
         else:
@@ -368,9 +373,7 @@ class EngineLoop:
         known = copy.copy(self._core.stats)
         stats = self._with_marks(known, coordinator)
         coordinator.send(EngineReport(engine=self._engine, incarnation=self._incarnation, stats=stats))
-        coordinator.note(
-            known, self._marks
-        )  # one that takes nothing is being restarted, and starts from what comes next
+        coordinator.note(known, self._marks)  # one that takes nothing is being restarted, and hears it again
 
     def _with_marks(self, known: EngineStats, peer: Peer) -> EngineStats:
         """The stats for a peer, with what the prefix cache holds if it does not know."""

@@ -27,8 +27,8 @@ class ServedCore(Protocol):
     def abort(self, request_ids: list[str]) -> None:
         """End requests; unknown ids are ignored."""
 
-    def abort_client(self, client: int) -> None:
-        """End all requests of an API server."""
+    def abort_client(self, client: int, died: float) -> None:
+        """End all requests that an API server had when it died, in Unix seconds."""
 
     def step(self) -> Mapping[int, list[RequestOutput]]:
         """Advance; returns the outputs of each API server."""
