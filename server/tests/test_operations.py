@@ -88,8 +88,10 @@ def test_small_answers(server: Any) -> None:
 def test_what_layers_report_is_in_the_topology(start_server: Any, first_rank: int) -> None:
     server = start_server(first_rank=first_rank)
     heat = {"layers": [0, 1], "load": [[3, 1], [2, 2]]}
-    server.engine.show_layers({"expert_balancedness": 0.75}, [{"experts": heat}, {}])
+    server.engine.show_layers([{"expert_balancedness": 0.75}, {}], [{"experts": heat}, {}])
     assert server.complete().status_code == 200
+    shown = {name: value for name, value in samples(server).items() if "balancedness" in name}
+    assert shown == {f"fourfold_expert_balancedness,engine={first_rank},model_name=m,stage=0": 0.75}
     assert server.http.get("/topology").json()["layers"] == [{"engine": first_rank, "stage": 0, "experts": heat}]
     server.engine.refusals["layer_report"] = "no"
     assert server.http.get("/topology").json()["layers"] == []

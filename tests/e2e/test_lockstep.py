@@ -205,10 +205,21 @@ def test_a_last_stage_without_experts_steps_with_the_others(start: Start, tiny_m
     prompts = ["Once upon a time", "The capital of France is"]
     expected = [complete(alone, None, prompt) for prompt in prompts]
     alone.kill()
-    server = start(*TOGETHER, "--pipeline-parallel-size", "2", "--pipeline-partition", "1,1", model=folder)
+    stages = ("--pipeline-parallel-size", "2", "--pipeline-partition", "1,1")
+    server = start(*TOGETHER, *stages, *LAYOUTS["experts that move"], model=folder)
     for _ in range(3):
         assert [complete(server, engine, prompt) for engine, prompt in enumerate(prompts)] == expected
     assert complete(server, 0, prompts[0]) == expected[0]
+
+    def stages_that_move() -> list[str]:
+        return [series for series, moves in server.series("fourfold_expert_moves") if moves > 0]
+
+    complete(server, 0, prompts[0], tokens=100)
+    wait_until(stages_that_move, 5, "experts of the first stage to be seen moving")
+    assert all('stage="0"' in series for series in stages_that_move())
+    with server.client() as client:
+        rows = client.get("/topology").json()["layers"]
+    assert [(row["engine"], row["stage"], row["experts"]["layers"]) for row in rows] == [(0, 0, [0]), (1, 0, [0])]
 
 
 @pytest.mark.long

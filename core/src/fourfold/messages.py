@@ -128,8 +128,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """For each stage the seconds that it computed; empty without a pipeline."""
     stage_bubble_shares: list[float] = []
     """For each stage the share of the time between the last two questions in which it waited, 0 to 1."""
-    layer_counters: dict[str, float] = {}
-    """Figures that layers keep, by name, as of the last steps."""
+    layer_counters: list[dict[str, float]] = []
+    """For each stage the figures that its layers keep, by name, as of the last steps; empty where none keep any."""
     prefix_marks: bytes | None = None
     """What the prefix cache holds, for ``prefix_cache.read_marks``: up to 4 KiB, last used last. None: as before."""
     asleep: tuple[str, ...] = ()
@@ -375,6 +375,16 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
     """Time in the model and the sampler."""
     vote: StepVote | None = None
     counters: dict[str, float] = {}
+    """Of the layers, now and then; those of a pipeline are asked for."""
+
+
+class StageFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stage of a pipeline has to say of itself so far."""
+
+    busy_seconds: float
+    """Spent in steps, without its waits for other stages; on the host's side."""
+    counters: dict[str, float]
+    """Of its layers."""
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):

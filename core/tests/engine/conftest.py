@@ -31,6 +31,7 @@ from fourfold.messages import (
     NewRequest,
     RequestOutput,
     ScheduledRequest,
+    StageFigures,
     StepMessage,
     StepOutput,
     TokenLogprobs,
@@ -160,9 +161,9 @@ class ToyClient:
         if self.operation_error is not None:
             raise self.operation_error
 
-    def stage_busy_seconds(self) -> Future[list[float]]:
-        future: Future[list[float]] = Future()
-        future.set_result([0.5 * self.steps, 0.25 * self.steps])
+    def stage_figures(self) -> Future[list[StageFigures]]:
+        future: Future[list[StageFigures]] = Future()
+        future.set_result([StageFigures(busy_seconds=part * self.steps, counters={}) for part in (0.5, 0.25)])
         return future
 
     def execute_model(self, message: StepMessage) -> Future[StepOutput]:

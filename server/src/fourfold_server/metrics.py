@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -108,16 +108,18 @@ class _EngineCollector(Collector):
             ),
             lambda link: link.stats.stage_bubble_shares,
         )
-        for name in sorted({name for link in self._client.links for name in link.stats.layer_counters}):
-            family = GaugeMetricFamily(f"fourfold_{name}", "Of the model's layers.", labels=_LABELS)
-            yield self._family(family, partial(_layer_counter, name))
+        counted = (counters for link in self._client.links for counters in link.stats.layer_counters)
+        for name in sorted({name for counters in counted for name in counters}):
+            family = GaugeMetricFamily(f"fourfold_{name}", "Of the layers of a stage.", labels=_STAGE_LABELS)
+            yield self._by_stage(family, partial(_layer_counter, name))
 
     def _by_stage(
-        self, family: GaugeMetricFamily | CounterMetricFamily, read: Callable[[EngineLink], list[float]]
+        self, family: GaugeMetricFamily | CounterMetricFamily, read: Callable[[EngineLink], Sequence[float | None]]
     ) -> GaugeMetricFamily | CounterMetricFamily:
         for link in self._client.links:
             for stage, value in enumerate(read(link)):
-                family.add_metric([self._model_name, str(link.rank), str(stage)], value)
+                if value is not None:
+                    family.add_metric([self._model_name, str(link.rank), str(stage)], value)
         return family
 
     def _family(
@@ -128,8 +130,8 @@ class _EngineCollector(Collector):
         return family
 
 
-def _layer_counter(name: str, link: EngineLink) -> float:
-    return link.stats.layer_counters.get(name, 0.0)
+def _layer_counter(name: str, link: EngineLink) -> list[float | None]:
+    return [counters.get(name) for counters in link.stats.layer_counters]
 
 
 _LABELS = ("model_name", "engine")

@@ -157,7 +157,7 @@ class EngineCore:
         self._in_flight.popleft()
         self._reduced = output.vote
         if output.counters:
-            self._scheduler.stats.layer_counters = output.counters
+            self._scheduler.stats.layer_counters = [output.counters]
         if self._adapters.are_leaving:
             self._drop_adapters()
         self._count(started, min(waited, output.forward_seconds))

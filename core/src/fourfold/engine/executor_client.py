@@ -17,7 +17,7 @@ from fourfold.contracts.executor import Executor
 from fourfold.contracts.kv_cache_spec import KVCacheConfig
 from fourfold.engine.refusal import refusal
 from fourfold.errors import ConfigError, EngineError, WorkerError
-from fourfold.messages import InitializeCache, StepMessage, StepOutput, WorkerInfo
+from fourfold.messages import InitializeCache, StageFigures, StepMessage, StepOutput, WorkerInfo
 
 
 class ExecutorClient:
@@ -87,10 +87,15 @@ class ExecutorClient:
         )
         return StepReply(reply, self._step_decoder)
 
-    def stage_busy_seconds(self) -> Future[list[float]]:
-        """Seconds that the first rank of each stage has computed so far; in order with steps, and not waited for."""
-        reply = self._executor.collective_rpc("busy_seconds", timeout=self._rpc_timeout, non_block=True)
-        return _decoded(reply, lambda seconds: seconds[:: self._tensor_parallel_size])
+    def stage_figures(self) -> Future[list[StageFigures]]:
+        """What the first rank of each stage says of itself; in order with steps, and not waited for."""
+        reply = self._executor.collective_rpc("stage_figures", timeout=self._rpc_timeout, non_block=True)
+
+        def decode(replies: list[bytes]) -> list[StageFigures]:
+            firsts = replies[:: self._tensor_parallel_size]
+            return [msgspec.msgpack.decode(first, type=StageFigures) for first in firsts]
+
+        return _decoded(reply, decode)
 
     def layer_report(self) -> list[dict[str, Any]]:
         """What the layers of each stage show, by name; see ``StepPart.report``."""
@@ -194,9 +199,9 @@ class StepReply:
         return self._decoder.decode(self._reply.result(timeout))
 
 
-def _decoded(reply: Future[Any], decode: Callable[[Any], list[float]]) -> Future[list[float]]:
+def _decoded(reply: Future[Any], decode: Callable[[Any], list[StageFigures]]) -> Future[list[StageFigures]]:
     """A future of the decoded reply that is done when ``reply`` is."""
-    result: Future[list[float]] = Future()
+    result: Future[list[StageFigures]] = Future()
     result.set_running_or_notify_cancel()  # a call cannot be taken back once the workers have it
 
     def pass_on(done: Future[Any]) -> None:

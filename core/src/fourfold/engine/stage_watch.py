@@ -1,4 +1,6 @@
-"""How busy the stages of a pipeline are: asks them now and then, without waiting, while steps are in the air."""
+"""How busy the stages of a pipeline are, and what their layers count: asks them now and then, without waiting, while
+steps are in the air.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from concurrent.futures import Future
 from time import perf_counter
 from typing import Final, Protocol
 
-from fourfold.messages import EngineStats
+from fourfold.messages import EngineStats, StageFigures
 
 STEPS_BETWEEN: Final = 32
 """Steps from one question to the next; counted, not timed, so that ranks with an engine each ask alike."""
@@ -15,8 +17,8 @@ STEPS_BETWEEN: Final = 32
 class StageClient(Protocol):
     """Whom to ask."""
 
-    def stage_busy_seconds(self) -> Future[list[float]]:
-        """Seconds that each stage has computed so far, without its waits for other stages."""
+    def stage_figures(self) -> Future[list[StageFigures]]:
+        """What each stage says of itself."""
 
 
 class StageWatch:
@@ -29,7 +31,7 @@ class StageWatch:
         self._seconds = 0.0
         """With steps in the air, so far."""
         self._counted_until: float | None = None
-        self._reply: Future[list[float]] | None = None
+        self._reply: Future[list[StageFigures]] | None = None
         self._asked_at = 0.0
 
     def step_returned(self, *, started: float, air_is_empty: bool) -> None:
@@ -43,15 +45,18 @@ class StageWatch:
             self._reply = None
         if self._num_steps % STEPS_BETWEEN == 0 and self._reply is None:
             self._asked_at = self._seconds
-            self._reply = self._client.stage_busy_seconds()
+            self._reply = self._client.stage_figures()
 
-    def _take(self, reply: Future[list[float]]) -> None:
+    def _take(self, reply: Future[list[StageFigures]]) -> None:
         if reply.exception() is not None:  # what breaks the workers breaks steps too, and is reported there
             return
-        stats, busy = self._stats, reply.result()
+        stats, figures = self._stats, reply.result()
+        busy = [stage.busy_seconds for stage in figures]
         elapsed = self._asked_at - stats.pipeline_seconds
         before = stats.stage_busy_seconds or [0.0] * len(busy)
         stats.stage_bubble_shares = [
             min(max(1 - (after - earlier) / elapsed, 0.0), 1.0) for after, earlier in zip(busy, before)
         ]
         stats.stage_busy_seconds, stats.pipeline_seconds = busy, self._asked_at
+        if any(stage.counters for stage in figures):
+            stats.layer_counters = [stage.counters for stage in figures]

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from fourfold.engine.adapters import AdapterClient
 from fourfold.engine.sleep import MemoryClient
 from fourfold.errors import EngineError
-from fourfold.messages import StepMessage, StepOutput
+from fourfold.messages import StageFigures, StepMessage, StepOutput
 
 
 class StepReply(Protocol):
@@ -29,8 +29,8 @@ class StepClient(MemoryClient, AdapterClient, Protocol):
     def execute_model(self, message: StepMessage) -> StepReply:
         """Start a step; steps run in the order of calls."""
 
-    def stage_busy_seconds(self) -> Future[list[float]]:
-        """Seconds that each stage of a pipeline has computed."""
+    def stage_figures(self) -> Future[list[StageFigures]]:
+        """What each stage of a pipeline says of itself."""
 
     def layer_report(self) -> list[dict[str, Any]]:
         """What the layers of each stage show."""

@@ -234,7 +234,7 @@ class FakeEngine:
             EngineOutputs(engine=self._engine, incarnation=self._incarnation, outputs=outputs, stats=self._stats),
         )
 
-    def show_layers(self, counters: dict[str, float], report: list[dict[str, Any]]) -> None:
+    def show_layers(self, counters: list[dict[str, float]], report: list[dict[str, Any]]) -> None:
         """Let the layers count and report something, from the next step on."""
         self._stats.layer_counters, self._layers = counters, report
 

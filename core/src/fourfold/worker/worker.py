@@ -24,7 +24,7 @@ from fourfold.contracts.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCach
 from fourfold.distributed.connection import connect
 from fourfold.distributed.stage_transport import StageTransport
 from fourfold.errors import ConfigError, EngineError
-from fourfold.messages import InitializeCache, StepMessage, WorkerInfo
+from fourfold.messages import InitializeCache, StageFigures, StepMessage, WorkerInfo
 from fourfold.models.adapter_file import read_adapter
 from fourfold.models.loading import build_model, load_model
 from fourfold.models.tensor_table import HEAD
@@ -154,16 +154,16 @@ class Worker:
         runner = self._ready("execute_model")
         started, waited = time.perf_counter(), runner.waited_seconds
         launched = runner.launch(self._decode_step.decode(message))
-        counters = self._layer_counters()
+        counters = self._counters_of_step()
         reply = None if self._asynchronous else self._reply(launched, counters)
         for part in self._need_loaded("execute_model").decoder.step_parts:
             part.end_step()
         self._busy_seconds += time.perf_counter() - started - (runner.waited_seconds - waited)
         return DeferredReply(lambda: self._reply(launched, counters)) if reply is None else reply
 
-    def busy_seconds(self) -> float:
-        """Seconds that this rank has spent in steps so far, without its waits for other stages; on the host's side."""
-        return self._busy_seconds
+    def stage_figures(self) -> bytes:
+        """The StageFigures of this rank."""
+        return self._encode(StageFigures(busy_seconds=self._busy_seconds, counters=self._layer_counters()))
 
     def layer_report(self) -> bytes:
         """What the layers of this rank show, as msgpack of a map; see ``StepPart.report``."""
@@ -298,12 +298,15 @@ class Worker:
             lockstep=config.parallel.lockstep,
         )
 
-    def _layer_counters(self) -> dict[str, float]:
-        """Every some steps what the layers count, and nothing in between."""
+    def _counters_of_step(self) -> dict[str, float]:
+        """Every some steps what the layers count, and nothing in between. A pipeline is asked for it, as all stages."""
         self._num_steps += 1
-        if self._num_steps % _STEPS_BETWEEN_COUNTERS:
+        if self._num_steps % _STEPS_BETWEEN_COUNTERS or self._need_loaded("execute_model").parallel.pp.world_size > 1:
             return {}
-        parts = self._need_loaded("execute_model").decoder.step_parts
+        return self._layer_counters()
+
+    def _layer_counters(self) -> dict[str, float]:
+        parts = self._need_loaded("stage_figures").decoder.step_parts
         return {name: value for part in parts for name, value in part.counters().items()}
 
     def _reply(self, launched: LaunchedStep, counters: dict[str, float]) -> bytes:
