@@ -21,7 +21,7 @@ from fourfold.contracts.communicator import Communicator
 from fourfold.contracts.mixture import AllToAll
 from fourfold.contracts.step_part import StepVote
 from fourfold.distributed.ballot import Ballot
-from fourfold.entries import AllToAllContext
+from fourfold.entries import AllToAllContext, RebalancerContext
 from fourfold.plugins import load_plugins
 from fourfold.testing.communicator_cases import connected
 from fourfold.testing.rank_process import Rank
@@ -105,7 +105,7 @@ def balance() -> None:
             load = expert_load(kind, 60, 256)
             slots = 256 + num_ranks
             started = time.perf_counter()
-            balanced = GreedyRebalancer().balance(load, num_ranks, slots)
+            balanced = GreedyRebalancer(RebalancerContext()).balance(load, num_ranks, slots)
             seconds = time.perf_counter() - started
             owners = Linear().place(slots, num_ranks)
             before = balancedness(load, first_map(60, 256, slots), owners, num_ranks)

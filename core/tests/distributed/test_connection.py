@@ -227,11 +227,11 @@ def over_nodes(rank: Rank, comm: str) -> Any:
     except FourfoldError as error:
         return str(error)
     parallel.close()
-    return parallel.communicators
+    return f"{parallel.communicators}, tp on hosts {parallel.tp.hosts}, pp on hosts {parallel.pp.hosts}"
 
 
 def test_groups_over_nodes_are_offered_nothing_for_one_host(rank_pool: Pool) -> None:
-    assert rank_pool(4).run(over_nodes, "tp=plain,pp=auto") == ["plain"] * 4
+    assert rank_pool(4).run(over_nodes, "tp=plain,pp=auto") == ["plain, tp on hosts (0, 0), pp on hosts (0, 1)"] * 4
 
 
 @pytest.mark.parametrize(

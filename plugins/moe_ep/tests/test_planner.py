@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from fourfold.contracts.mixture import ExpertMap
+from fourfold.entries import RebalancerContext
 from fourfold_moe_ep.planner import Planner
 from fourfold_moe_ep.rebalancer import GreedyRebalancer
 
@@ -27,7 +28,7 @@ class Odd:
         self._change = change
 
     def balance(self, load: NDArray[np.float64], num_ranks: int, num_slots: int) -> ExpertMap:
-        right = GreedyRebalancer().balance(load, num_ranks, num_slots)
+        right = GreedyRebalancer(RebalancerContext()).balance(load, num_ranks, num_slots)
         return replace(right, physical_to_logical=self._change(right.physical_to_logical))
 
 
@@ -55,8 +56,8 @@ def test_a_wrong_answer_is_none(name: str, caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_a_right_answer_is_where_the_placement_has_it() -> None:
-    found = Planner(GreedyRebalancer(), OWNERS, 2).plan(LOAD)
-    balanced = GreedyRebalancer().balance(LOAD, 2, 5).physical_to_logical
+    found = Planner(GreedyRebalancer(RebalancerContext()), OWNERS, 2).plan(LOAD)
+    balanced = GreedyRebalancer(RebalancerContext()).balance(LOAD, 2, 5).physical_to_logical
     assert found is not None
     assert found[:, [0, 2, 4, 1, 3]].tolist() == balanced.tolist()
 

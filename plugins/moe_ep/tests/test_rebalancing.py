@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from fourfold.contracts.mixture import ExpertMap
 from fourfold.distributed.group_coordinator import GroupCoordinator
+from fourfold.entries import RebalancerContext
 from fourfold.models.description import MixtureDescription
 from fourfold.testing import moe_cases as cases
 from fourfold.testing.rank_process import Rank
@@ -146,7 +147,7 @@ class Shuffling:
     """Has another plan on every rank, and each time."""
 
     def balance(self, load: NDArray[np.float64], num_ranks: int, num_slots: int) -> ExpertMap:
-        balanced = GreedyRebalancer().balance(load, num_ranks, num_slots).physical_to_logical
+        balanced = GreedyRebalancer(RebalancerContext()).balance(load, num_ranks, num_slots).physical_to_logical
         return map_of(np.random.default_rng().permuted(balanced, axis=1), load.shape[1])
 
 

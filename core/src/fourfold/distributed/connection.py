@@ -144,9 +144,10 @@ class _Connector:
         group = _Group(name=name, ranks=ranks, rank=rank, store=store, device=self._device, hosts=numbers)
         chosen, communicator = self._choose(group, self._names[name])
         if self._device.type == "cpu":
-            return GroupLinks(name=chosen, communicator=communicator, host=communicator)
+            return GroupLinks(name=chosen, communicator=communicator, host=communicator, hosts=numbers)
         on_host = replace(group, device=CPU, store=scoped(store, "host"))
-        return GroupLinks(name=chosen, communicator=communicator, host=self._choose(on_host, AUTO)[1])
+        host = self._choose(on_host, AUTO)[1]
+        return GroupLinks(name=chosen, communicator=communicator, host=host, hosts=numbers)
 
     def _choose(self, group: _Group, wanted: str) -> tuple[str, Communicator]:
         """The first communicator that works on all ranks; the group's first rank proposes."""

@@ -31,6 +31,8 @@ class GroupCoordinator:
     """Moves metadata, on the CPU; None: ``communicator`` does."""
     link: str = ""
     """The communicator's name."""
+    hosts: tuple[int, ...] = ()
+    """A number for each rank, the same for ranks of one host; empty where nobody has asked."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < len(self.ranks):

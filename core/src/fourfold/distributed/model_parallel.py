@@ -25,6 +25,8 @@ class GroupLinks:
     communicator: Communicator
     host: Communicator
     """Moves CPU tensors; the communicator itself where it does."""
+    hosts: tuple[int, ...] = ()
+    """A number for each rank, the same for ranks of one host; empty where nobody has asked."""
 
 
 Connect = Callable[[GroupName, tuple[int, ...], int], GroupLinks]
@@ -103,4 +105,5 @@ def _group(name: GroupName, groups: list[list[int]], rank: int, connect: Connect
         communicator=links.communicator,
         host=links.host,
         link=links.name,
+        hosts=links.hosts,
     )

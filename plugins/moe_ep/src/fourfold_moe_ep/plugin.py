@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fourfold.config.engine_config import EngineConfig
     from fourfold.contracts.mixture import AllToAll, ExpertPlacement, Rebalancer
     from fourfold.contracts.parallel_layer import MixtureLayer, ParallelLayer
-    from fourfold.entries import AllToAllContext, ParallelLayerContext
+    from fourfold.entries import AllToAllContext, ParallelLayerContext, RebalancerContext
 
 FOURFOLD_CONTRACT = ">=1.0,<2"
 
@@ -126,7 +126,7 @@ def fourfold_rebalancers() -> list[RebalancerEntry]:
         RebalancerEntry(
             name="greedy",
             build=_build_greedy,
-            summary="copies of the hottest, heaviest first",
+            summary="copies of the hottest, heaviest first; groups of experts stay on one host each where they fit",
             suits=lambda config: Suitability(score=10, reason="balances any load"),
         )
     ]
@@ -192,7 +192,7 @@ def _build_round_robin(context: None) -> ExpertPlacement:
     return RoundRobin()
 
 
-def _build_greedy(context: None) -> Rebalancer:
+def _build_greedy(context: RebalancerContext) -> Rebalancer:
     from fourfold_moe_ep.rebalancer import GreedyRebalancer
 
-    return GreedyRebalancer()
+    return GreedyRebalancer(context)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from fourfold.distributed.ballot import Ballot
-from fourfold.entries import AllToAllContext
+from fourfold.entries import AllToAllContext, RebalancerContext
 from fourfold.errors import ConfigError
 from fourfold.layers.backends import build_backend
 from fourfold.layers.partition import cut_evenly
@@ -45,6 +45,8 @@ class _Group:
     communicator: Communicator | None
     host: Communicator | None
     """Moves what is on the CPU."""
+    hosts: tuple[int, ...] = ()
+    """A number for each rank, the same for ranks of one host; empty where it is not known."""
 
 
 class ExpertSpread:
@@ -95,7 +97,7 @@ class ExpertSpread:
             chosen = select("rebalancer", registry.rebalancers(), backends.rebalancer, context.config)
             self._rebalancing = Rebalancing(
                 self._held,
-                chosen.entry.build(None),
+                chosen.entry.build(RebalancerContext(num_groups=mixture.num_groups, hosts=group.hosts)),
                 group.communicator,
                 self.owners,
                 interval=self._settings.rebalance_interval,
@@ -230,4 +232,5 @@ def _group_of(context: ParallelLayerContext) -> _Group:
         world_size=group.world_size,
         communicator=group.communicator,
         host=group.host or group.communicator,
+        hosts=group.hosts,
     )
