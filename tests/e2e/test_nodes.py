@@ -101,6 +101,26 @@ def test_a_node_that_is_lost_costs_no_request_and_may_come_back(cluster: Callabl
     wait_until_gone(left)
 
 
+@pytest.mark.long
+def test_requests_survive_a_node_with_several_replicas(cluster: Callable[..., Server]) -> None:
+    """They go from one of them to another, which is lost as well."""
+    first = cluster("--data-parallel-size", "3", "--data-parallel-size-local", "1", "--api-server-count", "1")
+    place = ("--headless", "--data-parallel-size", "3", "--data-parallel-start-rank", "1", "--node-interface", NODE)
+    second = cluster(*place)
+    first.wait_until_ready()
+    streams = [Stream(first, "/v1/completions", completion(200, seed=number)) for number in range(12)]
+    for opened in streams:
+        opened.wait_for_events(3)
+    lost = everything(second)
+    second.signal(signal.SIGKILL)
+    for opened in streams:
+        opened.join()
+    assert [opened.failure for opened in streams] == [None] * 12
+    assert all(opened.done for opened in streams)
+    assert replicas(first) == ["running", "dead", "dead"]
+    wait_until_gone(lost)
+
+
 def test_a_head_without_replicas_serves_those_of_a_node_that_may_leave(cluster: Callable[..., Server]) -> None:
     first = head(cluster, local=0)
     both = ("--headless", "--data-parallel-size", "2", "--data-parallel-size-local", "2", "--node-interface", NODE)

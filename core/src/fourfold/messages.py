@@ -258,7 +258,14 @@ class EngineDead(msgspec.Struct, frozen=True, kw_only=True, tag="dead"):
     incarnation: int
     reason: str
     planned: bool = False
-    """Whether it was ended on purpose, so that its requests are not to blame."""
+    """Whether it was ended on purpose."""
+    with_node: bool = False
+    """Whether its node is lost, and all engines there."""
+
+    @property
+    def blameless(self) -> bool:
+        """Whether no request can have been the cause."""
+        return self.planned or self.with_node
 
 
 EngineNotice = EngineStarting | EngineReady | EngineDraining | EngineDead

@@ -283,6 +283,26 @@ def test_an_engine_that_drains_gets_no_requests_and_a_planned_end_blames_none(ru
     asyncio.run(scenario())
 
 
+def test_engines_that_are_lost_with_their_node_blame_no_request(run_directory: Path) -> None:
+    """One after the other, so that requests of the first go to the second, which is as dead."""
+
+    async def scenario() -> None:
+        async with started_client(run_directory, 3) as client:
+            for engine in range(3):
+                client.mark_ready(notice(engine, 1))
+            heard: list[RequestOutput] = []
+            for number in range(6):
+                client.open(request(str(number)), heard.append)
+            for engine in (1, 2):
+                client.hear(EngineDead(engine=engine, incarnation=1, reason="node b is lost", with_node=True))
+            assert not heard
+            assert [link.num_requests for link in client.links] == [6, 0, 0]
+            client.hear(EngineDead(engine=0, incarnation=1, reason="killed"))
+            assert not heard, "the first engine that died of itself"
+
+    asyncio.run(scenario())
+
+
 def test_an_engine_that_says_it_failed_is_dead(run_directory: Path) -> None:
     async def scenario() -> None:
         async with started_client(run_directory) as client:

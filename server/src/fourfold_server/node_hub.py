@@ -186,7 +186,8 @@ class NodeHub:
         for engine in engines:
             if engine in self._alive:
                 incarnation = self._alive[engine]
-                self._note(EngineDead(engine=engine, incarnation=incarnation, reason=text, planned=planned))
+                dead = EngineDead(engine=engine, incarnation=incarnation, reason=text, planned=planned, with_node=True)
+                self._note(dead)
         if self._awaited.intersection(engines) or (self._on_failure == "exit" and not planned):
             self._give_up(Failure(message=f"{text}; it had replicas {_spell(engines)}", status=1))
 

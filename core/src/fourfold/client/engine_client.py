@@ -239,7 +239,7 @@ class EngineClient:
                 if notice.incarnation == link.incarnation and link.state is not EngineState.DEAD:
                     if link.state is EngineState.STARTING and not notice.planned:
                         link.failure = notice.reason
-                    self.mark_dead(notice.engine, notice.reason, planned=notice.planned)
+                    self.mark_dead(notice.engine, notice.reason, blameless=notice.blameless)
 
     def set_incarnation(self, engine: int, incarnation: int) -> None:
         """Expect this incarnation; requests of another have to leave it, messages of another are dropped."""
@@ -263,11 +263,11 @@ class EngineClient:
         link.state = link.awake_state
         self._place_homeless()
 
-    def mark_dead(self, engine: int, reason: str, *, planned: bool = False) -> None:
+    def mark_dead(self, engine: int, reason: str, *, blameless: bool = False) -> None:
         """Let an engine's requests go on on others, from where they are; end its calls with an error.
 
         Where there is no other engine at all, or where one died with it before, a request ends with an error too.
-        ``planned``: the engine was ended on purpose, so that its requests are not to blame.
+        ``blameless``: none of its requests was the cause.
         """
         link = self._links[engine]
         link.state, link.reason, link.ready = EngineState.DEAD, reason, None
@@ -278,7 +278,7 @@ class EngineClient:
         if len(self._links) == 1:
             self._fail(homeless, message)
             return
-        suspects = [one for one in homeless if not one.bury(engine, planned=planned)]
+        suspects = [one for one in homeless if not one.bury(engine, blameless=blameless)]
         self._fail(suspects, f"{message}; another engine died with this request before, so it is not tried again")
         self._place_again([one for one in homeless if one not in suspects])
         if homeless:

@@ -33,7 +33,7 @@ class InFlight:
         self.moves = 0
         """Engines that it had to leave."""
         self.deaths: list[int] = []
-        """Of these, the engines that died with it."""
+        """Of these, the engines that died with it, and may have because of it."""
         self.num_uncomputed = 0
         """Known tokens that its engine has yet to compute before the next one."""
         self.num_tokens = 0
@@ -92,10 +92,10 @@ class InFlight:
             self.link.end(self.num_tokens)
             self.link = None
 
-    def bury(self, engine: int, *, planned: bool) -> bool:
+    def bury(self, engine: int, *, blameless: bool) -> bool:
         """Leave an engine that is no more; returns whether it may go on on another one."""
         self.leave()
         self.moves += 1
-        if not planned:
+        if not blameless:
             self.deaths.append(engine)
         return len(self.deaths) < MAX_DEATHS
