@@ -15,7 +15,7 @@ import pytest
 from fourfold.contracts.load_balancer import EngineState
 from fourfold.engine.operations import Call
 from fourfold.errors import ExecutorFailed, RequestError
-from fourfold.messages import RestartEngine
+from fourfold.process_messages import RestartEngine
 from fourfold.sleep_tags import TAGS
 from fourfold.supervision.deployment_state import DeploymentState, changing_state, read_state
 from fourfold_server.authentication import is_loopback

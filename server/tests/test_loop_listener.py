@@ -4,7 +4,7 @@ import asyncio
 import threading
 from socket import socket
 
-from fourfold.messages import EngineDead, EngineNotice, EngineStarting
+from fourfold.process_messages import EngineDead, EngineNotice, EngineStarting
 from fourfold_server.loop_listener import LoopListener
 from fourfold_server.supervised_process import Failure
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fourfold.messages import EngineDead, EngineReady
+from fourfold.messages import EngineReady
+from fourfold.process_messages import EngineDead
 from fourfold.supervision.run_directory import RunDirectory
 from fourfold.testing.ready_engine import ready_engine
 from fourfold_server.node_table import NodeTable, read_nodes

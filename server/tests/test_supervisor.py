@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from fourfold.config.timeout_config import TimeoutConfig
-from fourfold.messages import EngineDead, EngineDraining, EngineNotice, EngineReady, EngineStarting, RestartEngine
+from fourfold.messages import EngineReady
+from fourfold.process_messages import EngineDead, EngineDraining, EngineNotice, EngineStarting, RestartEngine
 from fourfold.supervision.run_directory import RunDirectory, deployments, running_processes
 from fourfold.testing.ready_engine import ready_engine
 from fourfold_server.config import OnFailure

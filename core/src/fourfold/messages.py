@@ -40,8 +40,9 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     cache_salt: str = ""
     """Only requests of equal salt share prefix-cache blocks."""
     adapter: str = ""
+    """The LoRA adapter that computes it, as ``load_adapter`` named it; empty: the model alone."""
     adapter_folder: str = ""
-    """The LoRA adapter that computes it, as ``load_adapter`` named it, and where it is; empty: the model alone."""
+    """Where that is."""
     output_token_ids: list[int] = []
     """What it brought on another engine, before that one ended: goes on after these, and they count as output."""
     attempt: int = 0
@@ -95,8 +96,9 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache; sent with the first token."""
     error: str | None = None
+    """With finish_reason ERROR: what went wrong, for the client."""
     error_status: int = 500
-    """With finish_reason ERROR: what went wrong, for the client, and the HTTP status that says whose fault it was."""
+    """The HTTP status that says whose fault it was."""
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
@@ -166,7 +168,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     max_model_len: int
     device: str
     dtype: str
-    backends: dict[str, str]  # the chosen name of each kind
+    backends: dict[str, str]
+    """Kind -> the chosen name."""
     workers: list[dict[str, Any]] = []
     """A ``ProcessState`` a process, as plain values, without the engine's own."""
     stages: list[StageInfo] = []
@@ -232,86 +235,6 @@ class LoadReports(msgspec.Struct, kw_only=True, tag="loads"):
 
 EngineMessage = EngineReady | EngineFailed | EngineOutputs | UtilityReply
 ApiServerInput = EngineMessage | LoadReports
-
-
-# --- supervisor -> API servers -----------------------------------------------------------------------------------
-
-
-class EngineStarting(msgspec.Struct, frozen=True, kw_only=True, tag="starting"):
-    """A new process will speak for the engine; older incarnations are not to be heard."""
-
-    engine: int
-    incarnation: int
-
-
-class EngineDraining(msgspec.Struct, frozen=True, kw_only=True, tag="draining"):
-    """The engine finishes what it has and ends; it takes no more requests."""
-
-    engine: int
-    incarnation: int
-
-
-class EngineDead(msgspec.Struct, frozen=True, kw_only=True, tag="dead"):
-    """An engine is no more, or failed to start; what it had of requests has to go on elsewhere."""
-
-    engine: int
-    incarnation: int
-    reason: str
-    planned: bool = False
-    """Whether it was ended on purpose."""
-    with_node: bool = False
-    """Whether its node is lost, and all engines there."""
-
-    @property
-    def blameless(self) -> bool:
-        """Whether no request can have been the cause."""
-        return self.planned or self.with_node
-
-
-EngineNotice = EngineStarting | EngineReady | EngineDraining | EngineDead
-
-
-# --- supervisor -> engines ---------------------------------------------------------------------------------------
-
-
-class DrainEngine(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
-    """Finish what is there, then end."""
-
-
-class ForgetClient(msgspec.Struct, frozen=True, kw_only=True, tag="forget_client"):
-    """An API server has died: end what it asked for. Another process takes its place, and may have asked too by now."""
-
-    client: int
-    died: float
-    """Unix seconds, by the clock of the API servers."""
-
-
-EngineOrder = DrainEngine | ForgetClient
-
-
-# --- children -> supervisor, beside EngineReady and EngineFailed -------------------------------------------------
-
-
-class ProcessReady(msgspec.Struct, frozen=True, kw_only=True, tag="process_ready"):
-    """A process that is no engine does its work."""
-
-
-class ProcessFailed(msgspec.Struct, frozen=True, kw_only=True, tag="process_failed"):
-    """The last word of a process that is no engine; fields as those of EngineFailed."""
-
-    message: str
-    traceback: str = ""
-    refused: bool = False
-
-
-class RestartEngine(msgspec.Struct, frozen=True, kw_only=True, tag="restart_engine"):
-    """An API server wants a replica restarted, once its requests have ended or ``now``, whatever it does."""
-
-    engine: int
-    now: bool = False
-
-
-ProcessReport = EngineReady | EngineFailed | ProcessReady | ProcessFailed | RestartEngine
 
 
 # --- engine core -> workers (opaque bytes to executors) ----------------------------------------------------------

@@ -18,17 +18,8 @@ from fourfold.contracts.load_balancer import EngineState
 from fourfold.engine.operations import sleep_calls
 from fourfold.entries import LoadBalancerContext
 from fourfold.errors import EngineError, ExecutorFailed, RequestError
-from fourfold.messages import (
-    AddRequest,
-    EngineDead,
-    EngineDraining,
-    EngineOutputs,
-    EngineReady,
-    EngineStarting,
-    EngineStats,
-    FinishReason,
-    RequestOutput,
-)
+from fourfold.messages import AddRequest, EngineOutputs, EngineReady, EngineStats, FinishReason, RequestOutput
+from fourfold.process_messages import EngineDead, EngineDraining, EngineStarting
 from fourfold.sampling_params import SamplingParams
 from fourfold.testing.fake_engine import FakeEngine
 from fourfold.testing.ready_engine import ready_engine

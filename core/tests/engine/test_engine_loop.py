@@ -18,17 +18,16 @@ from fourfold.messages import (
     AbortRequests,
     AddRequest,
     CallUtility,
-    DrainEngine,
     EngineInput,
     EngineMessage,
     EngineOutputs,
     EngineReport,
     EngineStats,
     FinishReason,
-    ForgetClient,
     RequestOutput,
     UtilityReply,
 )
+from fourfold.process_messages import DrainEngine, ForgetClient
 from fourfold.sampling_params import SamplingParams
 
 DEADLINE_MS = 10_000

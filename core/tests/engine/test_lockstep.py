@@ -19,7 +19,8 @@ from fourfold.coordinator.coordinator_loop import CoordinatorLoop
 from fourfold.coordinator.waves import WaveState
 from fourfold.engine.engine_loop import EngineLoop
 from fourfold.engine.operations import wake_calls
-from fourfold.messages import AddRequest, CallUtility, EngineStats, FinishReason, ForgetClient, RequestOutput
+from fourfold.messages import AddRequest, CallUtility, EngineStats, FinishReason, RequestOutput
+from fourfold.process_messages import ForgetClient
 from fourfold.sampling_params import SamplingParams
 from fourfold.supervision.deployment_state import DeploymentState, write_state
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fourfold.errors import ConfigError, EngineError, PluginError
-from fourfold.messages import EngineNotice, ProcessFailed, ProcessReady, ProcessReport
+from fourfold.process_messages import EngineNotice, ProcessFailed, ProcessReady, ProcessReport
 from fourfold.supervision.process_title import name_process
 from fourfold.supervision.run_directory import CONFIG_FILE
 

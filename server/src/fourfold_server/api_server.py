@@ -22,8 +22,8 @@ from fourfold.config.engine_config import EngineConfig
 from fourfold.config.node_plan import plan_nodes
 from fourfold.entries import LoadBalancerContext
 from fourfold.errors import ConfigError, PluginError
-from fourfold.messages import EngineNotice, RestartEngine
 from fourfold.plugins import PluginRegistry
+from fourfold.process_messages import EngineNotice, RestartEngine
 from fourfold.selection import select
 from fourfold.text.served_model import ServedModel, load_served_model
 from fourfold_server.app import create_app

@@ -11,8 +11,9 @@ from socket import socket
 
 from fourfold.config.engine_config import EngineConfig
 from fourfold.contracts.load_balancer import EngineState
-from fourfold.messages import EngineNotice, EngineReady
+from fourfold.messages import EngineReady
 from fourfold.plugins import PluginRegistry
+from fourfold.process_messages import EngineNotice
 from fourfold.supervision.parent_watch import ParentLink
 from fourfold.supervision.run_directory import RunDirectory
 from fourfold_server.acceptor import Acceptor

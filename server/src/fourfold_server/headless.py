@@ -14,12 +14,13 @@ from fourfold.config.engine_config import EngineConfig
 from fourfold.config.node_plan import NodePlan
 from fourfold.errors import ConfigError, EngineError
 from fourfold.manifest import fingerprint
-from fourfold.messages import EngineDead, EngineNotice, EngineReady, EngineStarting, ForgetClient, RestartEngine
+from fourfold.messages import EngineReady
 from fourfold.nodes.addresses import address_towards, node_name, own_address, tcp_url
 from fourfold.nodes.connection import NodeConnection
 from fourfold.nodes.relay import Relay
 from fourfold.nodes.secret import required_secret
 from fourfold.plugins import PluginRegistry
+from fourfold.process_messages import EngineDead, EngineNotice, EngineStarting, ForgetClient, RestartEngine
 from fourfold.supervision.deployment_state import write_state
 from fourfold.supervision.parent_watch import ParentLink
 from fourfold.supervision.run_directory import RunDirectory, running_processes

@@ -9,7 +9,7 @@ from functools import partial
 from socket import socket
 from typing import Protocol
 
-from fourfold.messages import EngineNotice
+from fourfold.process_messages import EngineNotice
 from fourfold_server.supervised_process import Failure
 
 

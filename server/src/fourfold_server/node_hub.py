@@ -19,11 +19,12 @@ from fourfold.config.engine_config import EngineConfig
 from fourfold.config.node_plan import NodePlan
 from fourfold.errors import ConfigError, FourfoldError
 from fourfold.manifest import Fingerprint, compare
-from fourfold.messages import EngineDead, EngineNotice, EngineReady, EngineStarting, ForgetClient, RestartEngine
+from fourfold.messages import EngineReady
 from fourfold.nodes.addresses import listening_address
 from fourfold.nodes.listener import NodeListener
 from fourfold.nodes.relay import Relay
 from fourfold.nodes.secret import required_secret
+from fourfold.process_messages import EngineDead, EngineNotice, EngineStarting, ForgetClient, RestartEngine
 from fourfold.supervision.deployment_state import read_state
 from fourfold.supervision.run_directory import ProcessState
 from fourfold_server.config import OnFailure

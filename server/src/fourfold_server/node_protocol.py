@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from fourfold.manifest import Fingerprint
-from fourfold.messages import EngineNotice, ForgetClient, RestartEngine
+from fourfold.process_messages import EngineNotice, ForgetClient, RestartEngine
 from fourfold.supervision.deployment_state import DeploymentState
 
 # --- a node with replicas -> the head --------------------------------------------------------------------------------

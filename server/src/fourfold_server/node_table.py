@@ -15,8 +15,9 @@ import msgspec
 
 from fourfold.config.engine_config import EngineConfig
 from fourfold.config.node_plan import NodePlan
-from fourfold.messages import EngineDead, EngineNotice, EngineReady
+from fourfold.messages import EngineReady
 from fourfold.nodes.addresses import listening_address, node_name
+from fourfold.process_messages import EngineDead, EngineNotice
 from fourfold.supervision.run_directory import RunDirectory
 
 _FILE = "nodes.json"

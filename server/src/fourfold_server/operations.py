@@ -14,8 +14,8 @@ from fourfold.contracts.load_balancer import EngineState
 from fourfold.engine.operations import Call, check_mode, sleep_calls, update_calls, wake_calls
 from fourfold.engine.sleep import check_level, check_tags
 from fourfold.errors import EngineError, RequestError
-from fourfold.messages import RestartEngine
 from fourfold.models.adapter_file import adapter_folder
+from fourfold.process_messages import RestartEngine
 from fourfold.sleep_tags import TAGS, WEIGHTS
 from fourfold.supervision.deployment_state import StateChange, WishedAdapter, changing_state
 

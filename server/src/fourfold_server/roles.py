@@ -14,13 +14,13 @@ from typing import Protocol
 
 import msgspec
 
-from fourfold.messages import (
+from fourfold.messages import EngineReady
+from fourfold.process_messages import (
     DrainEngine,
     EngineDead,
     EngineDraining,
     EngineNotice,
     EngineOrder,
-    EngineReady,
     EngineStarting,
     ForgetClient,
     ProcessReady,

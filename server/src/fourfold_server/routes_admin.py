@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from fourfold.contracts.load_balancer import EngineState
 from fourfold.errors import RequestError
-from fourfold.messages import RestartEngine
+from fourfold.process_messages import RestartEngine
 from fourfold.supervision.deployment_state import changing_state
 from fourfold_server.documentation import request_body
 from fourfold_server.fields import STRING, Field, Table

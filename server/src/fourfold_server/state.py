@@ -12,7 +12,7 @@ from typing import Any
 from fourfold.client.engine_client import EngineClient
 from fourfold.contracts.load_balancer import EngineState
 from fourfold.errors import RequestError
-from fourfold.messages import RestartEngine
+from fourfold.process_messages import RestartEngine
 from fourfold.supervision.deployment_state import WatchedState, WishedAdapter
 from fourfold.text.served_model import ServedModel
 from fourfold_server.config import ServerConfig

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fourfold.messages import EngineFailed, ProcessFailed
+from fourfold.messages import EngineFailed
+from fourfold.process_messages import ProcessFailed
 from fourfold.supervision.child_process import ChildExit, ChildProcess
 
 RAPID_CRASH_SECONDS = 60.0

@@ -18,7 +18,8 @@ import msgspec
 
 from fourfold.config.timeout_config import TimeoutConfig
 from fourfold.errors import EngineError
-from fourfold.messages import EngineFailed, EngineReady, ProcessFailed, ProcessReady, ProcessReport, RestartEngine
+from fourfold.messages import EngineFailed, EngineReady
+from fourfold.process_messages import ProcessFailed, ProcessReady, ProcessReport, RestartEngine
 from fourfold.supervision.child_process import ChildCommand, ChildExit, ChildProcess, ChildSupervisor
 from fourfold_server.config import OnFailure
 from fourfold_server.process_table import ProcessTable

@@ -30,19 +30,16 @@ from fourfold.messages import (
     AbortRequests,
     AddRequest,
     ApiServerInput,
-    EngineDead,
-    EngineDraining,
     EngineFailed,
-    EngineNotice,
     EngineOutputs,
     EngineReady,
-    EngineStarting,
     EngineStats,
     JoinReports,
     LoadReports,
     RequestOutput,
     UtilityReply,
 )
+from fourfold.process_messages import EngineDead, EngineDraining, EngineNotice, EngineStarting
 
 MESSAGES_AT_ONCE = 256
 """Read before other tasks of the loop get their turn."""

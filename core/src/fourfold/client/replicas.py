@@ -24,17 +24,9 @@ from fourfold.config.transport import encode_config
 from fourfold.engine.operations import Call
 from fourfold.entries import LoadBalancerContext
 from fourfold.errors import ConfigError, EngineError, ExecutorFailed, RequestError, RpcTimeout
-from fourfold.messages import (
-    AddRequest,
-    EngineDead,
-    EngineFailed,
-    EngineReady,
-    EngineStarting,
-    FinishReason,
-    ProcessReport,
-    RequestOutput,
-)
+from fourfold.messages import AddRequest, EngineFailed, EngineReady, FinishReason, RequestOutput
 from fourfold.plugins import PluginRegistry
+from fourfold.process_messages import EngineDead, EngineStarting, ProcessReport
 from fourfold.selection import select
 from fourfold.shared_memory import SharedMemory
 from fourfold.supervision.child_process import ChildCommand, ChildExit, ChildProcess, ChildSupervisor

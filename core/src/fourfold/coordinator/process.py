@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from fourfold.messages import ProcessFailed, ProcessReady
+from fourfold.process_messages import ProcessFailed, ProcessReady
 from fourfold.supervision.process_title import name_process
 
 MAX_MESSAGE = 4096

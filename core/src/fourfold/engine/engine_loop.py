@@ -26,9 +26,7 @@ from fourfold.messages import (
     AbortRequests,
     AddRequest,
     CallUtility,
-    DrainEngine,
     EngineInput,
-    EngineOrder,
     EngineOutputs,
     EngineReport,
     EngineStats,
@@ -36,6 +34,7 @@ from fourfold.messages import (
     RequestOutput,
     UtilityReply,
 )
+from fourfold.process_messages import DrainEngine, EngineOrder
 from fourfold.supervision.deployment_state import read_state
 
 logger = logging.getLogger(__name__)

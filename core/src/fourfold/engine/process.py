@@ -17,7 +17,8 @@ from pathlib import Path
 import msgspec
 
 from fourfold.errors import ConfigError, PluginError, RequestError
-from fourfold.messages import EngineFailed, EngineOrder
+from fourfold.messages import EngineFailed
+from fourfold.process_messages import EngineOrder
 from fourfold.sleep_tags import TAGS
 from fourfold.supervision.deployment_state import read_state
 from fourfold.supervision.process_title import name_process
