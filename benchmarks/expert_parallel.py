@@ -18,10 +18,10 @@ import torch
 
 from fourfold.config.engine_config import EngineConfig
 from fourfold.contracts.communicator import Communicator
-from fourfold.contracts.mixture import AllToAll
+from fourfold.contracts.mixture import AllToAll, RebalancerContext
 from fourfold.contracts.step_part import StepVote
 from fourfold.distributed.ballot import Ballot
-from fourfold.entries import AllToAllContext, RebalancerContext
+from fourfold.entries import AllToAllContext
 from fourfold.plugins import load_plugins
 from fourfold.testing.communicator_cases import connected
 from fourfold.testing.rank_process import Rank

@@ -74,7 +74,7 @@ def request(state: ServerState, method: str, path: str, **options: Any) -> httpx
 
 
 KEY = {"authorization": "Bearer key"}
-WITHOUT_BODY = ["pause", "resume", "sleep", "wake_up", "reset_prefix_cache", "replicas/{rank}/restart"]
+WITHOUT_BODY = ["resume", "reset_prefix_cache", "replicas/{rank}/restart"]
 
 
 def test_plugins_routes_are_mounted_alone_if_they_are_all(state: ServerState) -> None:

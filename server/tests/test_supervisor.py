@@ -238,6 +238,21 @@ def test_one_that_cannot_start_does_not_end_the_others(start: Start, monkeypatch
         assert notice[0] != "gave up"
 
 
+def test_a_start_that_failed_before_one_that_did_not_does_not_count(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fourfold_server.supervisor.MAX_FAILED_STARTS", 1)
+    monkeypatch.setattr("fourfold_server.supervised_process.MAX_DELAY", 0.01)
+    deployment = start("ready exit-9 ready", num_engines=2)
+    listener = deployment.listener
+    assert sorted(listener.next() for _ in range(4)) == [("ready", 1)] * 2 + [("starting", 1)] * 2
+    for label in ("DP0", "DP1"):
+        pids = {process.label: process.pid for process in running_processes(deployment.run_directory.path)}
+        os.kill(pids[label], signal.SIGKILL)
+        while (notice := listener.next()) != ("ready", 3):
+            assert notice[0] != "gave up"
+
+
 def test_rapid_failures_end_nothing_while_another_node_serves(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fourfold_server.supervisor.MAX_FAILED_STARTS", 1)
     deployment = start("die-when-ready exit-9 exit-9 serve")

@@ -244,16 +244,6 @@ class AllToAllContext:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RebalancerContext:
-    """What a rebalancer may like to know besides the load."""
-
-    num_groups: int = 1
-    """Groups of neighbouring experts, of some of which a token takes all of its experts; 1: the model has none."""
-    hosts: tuple[int, ...] = ()
-    """A number for each rank, the same for ranks of one host; empty where it is not known."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class LoadBalancerContext:
     """What a load balancer needs."""
 
@@ -359,7 +349,7 @@ class ExpertPlacementEntry(Entry["ExpertPlacement"]):
 
 @dataclass(frozen=True, kw_only=True)
 class RebalancerEntry(Entry["Rebalancer"]):
-    """``build(RebalancerContext) -> Rebalancer``."""
+    """``build(fourfold.contracts.mixture.RebalancerContext) -> Rebalancer``."""
 
 
 @dataclass(frozen=True, kw_only=True)

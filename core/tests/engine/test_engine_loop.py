@@ -251,7 +251,6 @@ def test_unreadable_inputs_are_dropped(harness: Harness) -> None:
         ("wake_up", {"tags": []}, None, None, 500),
         ("wake_up", {"tags": ["x"]}, None, "no tag 'x'", 400),
         ("check_weights", {"model": "x"}, None, "no model called 'x'", 400),
-        ("discard_weights", {}, None, "rank 1 was killed by signal 9", 503),
         ("shutdown", {}, None, f"no utility called 'shutdown'; there are: {', '.join(sorted(OPERATIONS))}", 500),
     ],
 )
@@ -285,6 +284,12 @@ def test_every_server_hears_of_an_operation_before_its_reply(tmp_path: Path) -> 
         assert isinstance(harness.receive(1), EngineOutputs)
     finally:
         harness.close()
+
+
+def test_workers_that_die_in_an_operation_end_the_engine(harness: Harness) -> None:
+    harness.send(CallUtility(client=0, call_id=5, method="discard_weights", arguments={}))
+    harness.thread.join(10)
+    assert str(harness.error) == "rank 1 was killed by signal 9"
 
 
 def test_an_error_of_a_step_comes_out(harness: Harness) -> None:

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fourfold.contracts.mixture import ExpertMap
-from fourfold.entries import RebalancerContext
+from fourfold.contracts.mixture import ExpertMap, RebalancerContext
 from fourfold_moe_ep.planner import Planner
 from fourfold_moe_ep.rebalancer import GreedyRebalancer
 
@@ -63,16 +62,19 @@ def test_a_right_answer_is_where_the_placement_has_it() -> None:
 
 
 def test_who_does_not_return_is_not_asked_again() -> None:
-    over, asked = threading.Event(), []
+    begun, over, asked = threading.Event(), threading.Event(), []
 
     def wait(found: NDArray[np.int32]) -> NDArray[np.int32]:
         asked.append(1)
+        begun.set()
         over.wait(60)
         return found
 
     planner = Planner(Odd(wait), OWNERS, 2, seconds=0.01)
     try:
-        assert [planner.plan(LOAD) for _ in range(3)] == [None] * 3
+        assert planner.plan(LOAD) is None
+        assert begun.wait(10)
+        assert [planner.plan(LOAD) for _ in range(2)] == [None] * 2
         assert len(asked) == 1
     finally:
         over.set()

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from fourfold.entries import RebalancerContext
+from fourfold.contracts.mixture import RebalancerContext
 from fourfold.errors import ConfigError, EngineError
 from fourfold.plugins import load_plugins
 from fourfold.testing.routing import RoutingSimulator, expert_load

@@ -8,9 +8,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from fourfold.contracts.mixture import ExpertMap
+from fourfold.contracts.mixture import ExpertMap, RebalancerContext
 from fourfold.distributed.group_coordinator import GroupCoordinator
-from fourfold.entries import RebalancerContext
 from fourfold.models.description import MixtureDescription
 from fourfold.testing import moe_cases as cases
 from fourfold.testing.rank_process import Rank

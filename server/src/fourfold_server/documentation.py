@@ -10,10 +10,10 @@ from fourfold_server.errors import ErrorBody
 from fourfold_server.fields import Table, object_schema
 
 
-def request_body(table: Table, example: dict[str, Any]) -> dict[str, Any]:
+def request_body(table: Table, example: dict[str, Any], *, required: bool = True) -> dict[str, Any]:
     """For ``openapi_extra``: the JSON body of a route."""
     content = {"application/json": {"schema": object_schema(table), "example": example}}
-    return {"requestBody": {"required": True, "content": content}}
+    return {"requestBody": {"required": required, "content": content}}
 
 
 def json_answers(answer: type[msgspec.Struct], *, stream: bool = False) -> dict[int | str, dict[str, Any]]:

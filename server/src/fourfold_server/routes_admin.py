@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Collection
 from typing import Annotated, Any, Final, TypeVar
 from unicodedata import category
@@ -15,13 +17,18 @@ from fourfold.errors import RequestError
 from fourfold.process_messages import RestartEngine
 from fourfold.supervision.deployment_state import changing_state
 from fourfold_server.documentation import request_body
-from fourfold_server.fields import STRING, Field, Table
+from fourfold_server.fields import INTEGER, STRING, Field, Table, list_of
 from fourfold_server.json_body import read_json_object
 from fourfold_server.replica_choice import check_rank
 from fourfold_server.state import ServerState
 
+_RESTART_SECONDS: Final = 0.5
+"""Until a replica's end is known here, and no operation can miss it."""
 MAX_TEXT = 4096
 """Characters of a field: the longest path that Linux takes."""
+_PAUSE_FIELDS: Final[Table] = {"mode": Field(kind=STRING, doc="keep, wait or abort.", default="keep")}
+_SLEEP_FIELDS: Final[Table] = {"level": Field(kind=INTEGER, doc="1, or 2 for the weights too.", default=1)}
+_WAKE_FIELDS: Final[Table] = {"tags": Field(kind=list_of(STRING), doc="weights, kv_cache or both; none is all.")}
 _UPDATE_FIELDS: Final[Table] = {
     "model": Field(kind=STRING, doc="a folder, or any name that can be served, of the same model.", required=True)
 }
@@ -35,14 +42,18 @@ def admin_router(state: ServerState) -> APIRouter:
 
     @router.post("/admin/replicas/{rank}/restart", summary="Restart a replica once its requests have ended")
     async def restart_replica(rank: str) -> Response:
-        return JSONResponse(_restart(state, rank), status_code=202)
+        return JSONResponse(await _restart(state, rank), status_code=202)
 
     @router.post("/admin/reset_prefix_cache", summary="Forget all cached prefixes")
     async def reset_prefix_cache() -> Response:
         await state.operations.reset_prefix_cache()
         return JSONResponse({})
 
-    @router.post("/admin/pause", summary="Come to a stop: requests that have begun are kept, waited for, or aborted")
+    @router.post(
+        "/admin/pause",
+        summary="Come to a stop: requests that have begun are kept, waited for, or aborted",
+        openapi_extra=request_body(_PAUSE_FIELDS, {"mode": "wait"}, required=False),
+    )
     async def pause(request: Request, mode: str = "keep") -> Response:
         await state.operations.pause(await _field_of_body(request, state, "mode", mode))
         return JSONResponse(_pausing(state))
@@ -57,12 +68,20 @@ def admin_router(state: ServerState) -> APIRouter:
         await state.catch_up()
         return JSONResponse(_pausing(state))
 
-    @router.post("/admin/sleep", summary="Give memory back: of the KV cache, and at level 2 of the weights too")
+    @router.post(
+        "/admin/sleep",
+        summary="Give memory back: of the KV cache, and at level 2 of the weights too",
+        openapi_extra=request_body(_SLEEP_FIELDS, {"level": 2}, required=False),
+    )
     async def sleep(request: Request, level: int = 1) -> Response:
         await state.operations.sleep(await _field_of_body(request, state, "level", level))
         return JSONResponse(_sleeping(state))
 
-    @router.post("/admin/wake_up", summary="Take the memory again: all, or that of tags weights and kv_cache")
+    @router.post(
+        "/admin/wake_up",
+        summary="Take the memory again: all, or that of tags weights and kv_cache",
+        openapi_extra=request_body(_WAKE_FIELDS, {"tags": ["weights"]}, required=False),
+    )
     async def wake_up(
         request: Request,
         tags: Annotated[list[str], Query()] = [],  # noqa: B006 (FastAPI copies it)
@@ -135,7 +154,7 @@ def _pausing(state: ServerState) -> dict[str, Any]:
     return {"is_paused": any(replica["paused"] for replica in replicas), "replicas": replicas}
 
 
-def _restart(state: ServerState, value: str) -> dict[str, int | str]:
+async def _restart(state: ServerState, value: str) -> dict[str, int | str]:
     """Requests go on; what --drain-timeout leaves unfinished goes on elsewhere. `/topology` shows how it goes."""
     links = state.client.links
     link = links[check_rank(value, state.client.ranks, parameter="rank", status=404)]
@@ -148,4 +167,7 @@ def _restart(state: ServerState, value: str) -> dict[str, int | str]:
         raise RequestError(f"replica {link.rank} is {link.condition}; only a ready one can be restarted", status=409)
     with changing_state(state.client.run_directory):  # not in the middle of an operation on all replicas
         state.restart_engine(RestartEngine(engine=link.engine))
+        deadline = time.monotonic() + _RESTART_SECONDS
+        while link.state is EngineState.READY and time.monotonic() < deadline:
+            await asyncio.sleep(0.002)
     return {"rank": link.rank, "state": str(EngineState.DRAINING)}

@@ -69,11 +69,11 @@ class ServerState:
             timeout.reschedule(asyncio.get_running_loop().time())
 
     async def catch_up(self) -> None:
-        """Wait, though not for long, where another API server has said that all replicas sleep, pause or are awake, and
-        this one has yet to hear it of them.
+        """Wait, though not for long, where another API server has just said that all replicas sleep, pause or are
+        awake, and this one has yet to hear it of them.
         """
         deadline = time.monotonic() + CATCH_UP_SECONDS
-        while self._is_behind() and time.monotonic() < deadline:
+        while self._wishes.changed_within(1.0) and self._is_behind() and time.monotonic() < deadline:
             await asyncio.sleep(CATCH_UP_SECONDS / 20)
 
     def _is_behind(self) -> bool:

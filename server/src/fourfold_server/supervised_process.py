@@ -93,7 +93,7 @@ class SupervisedProcess:
         The first restart is at once; a place that goes on failing backs off 1, 2, ... seconds. A start that fails is a
         rapid crash however long it took.
         """
-        self.failed_starts = 0 if self.ready else self.failed_starts + 1
+        self.failed_starts += not self.ready
         rapid = not self.ready or time.monotonic() - self.started < RAPID_CRASH_SECONDS
         self.rapid_crashes = self.rapid_crashes + 1 if rapid else 1
         return 0.0 if self.rapid_crashes == 1 else min(MAX_DELAY, 2.0 ** (self.rapid_crashes - 2))

@@ -232,6 +232,7 @@ class Supervisor:
         match message:
             case EngineReady() | ProcessReady():
                 process.ready = process.ever_ready = True
+                process.failed_starts = 0
                 process.start_failure = ""
                 process.wake_time = None
                 if process.child is not None:

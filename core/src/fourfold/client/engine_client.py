@@ -76,7 +76,7 @@ class EngineClient:
         self._block_size = block_size
         self._utility_timeout = utility_timeout
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._table = LoadTable(num_engines, api_index)
+        self._table = LoadTable(num_engines, api_index, first_rank=first_rank)
         self._links = [
             EngineLink(self._context, run_directory, engine, self._table, first_rank=first_rank)
             for engine in range(num_engines)

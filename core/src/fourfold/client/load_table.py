@@ -22,7 +22,7 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 class LoadTable:
     """``loads`` is what balancers read; everything else here writes it. ``client`` is this API server's number."""
 
-    def __init__(self, num_engines: int, client: int) -> None:
+    def __init__(self, num_engines: int, client: int, *, first_rank: int = 0) -> None:
         self._client = client
         self._states = [EngineState.STARTING] * num_engines
         self._ready = np.zeros(num_engines, np.bool_)
@@ -36,6 +36,7 @@ class LoadTable:
             num_waiting=_read_only(self._num_waiting),
             num_tokens=_read_only(self._num_tokens),
             kv_cache_usage=_read_only(self._kv_cache_usage),
+            first_rank=first_rank,
         )
 
     def set_state(self, engine: int, state: EngineState) -> None:

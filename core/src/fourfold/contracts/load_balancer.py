@@ -41,6 +41,9 @@ class EngineLoads:
     kv_cache_usage: NDArray[np.float64]
     """0 to 1, by the last report."""
 
+    first_rank: int = 0
+    """Of the replica of the first engine, over all nodes; for messages."""
+
     def __len__(self) -> int:
         return len(self.states)
 
@@ -48,7 +51,9 @@ class EngineLoads:
         """Numbers of the engines that may get requests; RequestError with status 503 when there are none."""
         engines = self.ready.nonzero()[0]
         if len(engines) == 0:
-            states = ", ".join(f"engine {engine} is {state}" for engine, state in enumerate(self.states[:8]))
+            states = ", ".join(
+                f"engine {engine} is {state}" for engine, state in enumerate(self.states[:8], self.first_rank)
+            )
             more = f" and {len(self) - 8} more are not ready either" if len(self) > 8 else ""
             raise RequestError(f"no engine is ready: {states}{more}; try again later", status=503)
         return engines

@@ -106,6 +106,16 @@ class ExpertMap:
     """[L, E]: copies of each logical expert, 1 or more."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RebalancerContext:
+    """What a rebalancer may like to know besides the load."""
+
+    num_groups: int = 1
+    """Groups of neighbouring experts, of some of which a token takes all of its experts; 1: the model has none."""
+    hosts: tuple[int, ...] = ()
+    """A number for each rank, the same for ranks of one host; empty where it is not known."""
+
+
 class Rebalancer(Protocol):
     """Decides which experts get copies and where they go. The first rank asks, between two steps, for all."""
 

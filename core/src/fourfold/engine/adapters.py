@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from fourfold.config.lora_config import LoraConfig
-from fourfold.errors import RequestError
+from fourfold.errors import ConfigError, RequestError
 
 
 class AdapterClient(Protocol):
@@ -43,10 +43,13 @@ class Adapters:
 
     def slot_to_finish(self, name: str, folder: str) -> int:
         """The slot for a request that began on another engine, unloaded meanwhile or not: where the adapter is not, it
-        is loaded until that request has ended. Raises as ``load`` does.
+        is loaded until that request has ended. Raises RequestError where it cannot be.
         """
         if name not in self._slots and name not in self._leaving:
-            self.load(name, folder)
+            try:
+                self.load(name, folder)
+            except ConfigError as error:
+                raise RequestError(f"the LoRA adapter cannot be loaded again: {error}", status=503) from error
             self.unload(name)
         return self._slots[name] if name in self._slots else self._leaving[name]
 

@@ -363,6 +363,7 @@ class EngineCore:
         if not request.adapter:
             return 0
         if request.attempt:
+            self._drop_adapters()
             return self._adapters.slot_to_finish(request.adapter, request.adapter_folder)
         return self._adapters.slot_of(request.adapter)
 

@@ -307,8 +307,8 @@ class EngineLoop:
                 result = getattr(self._core, call.method)(**call.arguments)
             except (ConfigError, RequestError) as error:
                 failure, status = str(error), error.status if isinstance(error, RequestError) else 400
-            except ExecutorFailed as error:  # the engine ends, and another one takes its place
-                failure, status = str(error), 503
+            except ExecutorFailed:  # the engine ends, of which the caller hears
+                raise
             except Exception as error:  # the caller gets it
                 logger.exception("utility %s failed", call.method)
                 failure = f"{type(error).__name__}: {error}"

@@ -268,8 +268,8 @@ def fourfold_rebalancers() -> list[RebalancerEntry]:
     """Offer rebalancers: who decides which experts get copies when some are hotter than others.
 
     Called once in every process, when plugins are loaded; ``build(context)`` runs on every rank with a
-    ``fourfold.entries.RebalancerContext`` and returns a ``fourfold.contracts.mixture.Rebalancer``; the first rank's is
-    asked, for all of them.
+    ``fourfold.contracts.mixture.RebalancerContext`` and returns a ``fourfold.contracts.mixture.Rebalancer``; the first
+    rank's is asked, for all of them.
 
     Returns a list of entries. Two plugins that offer one name are an error.
 

@@ -63,8 +63,8 @@ class Relay:
         """Deliver nothing to it any more; one that is not there is ignored."""
         with self._lock:
             outlet = self._outlets.pop(name, None)
-            if outlet is not None:
-                outlet.close()
+        if outlet is not None:
+            outlet.close()
 
     def deliver(self, name: str, message: bytes) -> None:
         """Put a message into the socket ``name`` of this node; dropped where no such outlet is open."""

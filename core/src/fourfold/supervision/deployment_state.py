@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,6 +87,14 @@ class WatchedState:
             self._state, self._seen = read_state(self._folder), seen
         return self._state
 
+    def changed_within(self, seconds: float) -> bool:
+        """Whether somebody has ended a change that lately."""
+        try:
+            ended = (self._folder / _LOCK).stat().st_mtime
+        except FileNotFoundError:
+            return False
+        return time.time() - ended < seconds
+
 
 def write_state(folder: Path, state: DeploymentState) -> None:
     """Put a state in place of the one that there is; for the process that makes the folder, and for ``StateChange``."""
@@ -105,4 +114,5 @@ def changing_state(folder: Path) -> Iterator[StateChange]:
             raise RequestError("another operation is under way; try again when it is done", status=409) from error
         yield StateChange(folder)
     finally:
+        os.utime(lock)
         os.close(lock)  # which unlocks it

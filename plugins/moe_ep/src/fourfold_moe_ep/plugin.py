@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from fourfold.entries import AllToAllEntry, ExpertPlacementEntry, ParallelLayerEntry, RebalancerEntry, Suitability
 from fourfold.errors import ConfigError
 from fourfold.markers import hookimpl
-from fourfold.selection import AUTO
+from fourfold.selection import AUTO, LAYER_KINDS, names_by_key
 from fourfold_moe_ep.settings import ExpertParallelSettings, settings_of
 
 if TYPE_CHECKING:
     from fourfold.config.engine_config import EngineConfig
-    from fourfold.contracts.mixture import AllToAll, ExpertPlacement, Rebalancer
+    from fourfold.contracts.mixture import AllToAll, ExpertPlacement, Rebalancer, RebalancerContext
     from fourfold.contracts.parallel_layer import MixtureLayer, ParallelLayer
-    from fourfold.entries import AllToAllContext, ParallelLayerContext, RebalancerContext
+    from fourfold.entries import AllToAllContext, ParallelLayerContext
 
 FOURFOLD_CONTRACT = ">=1.0,<2"
 
@@ -72,8 +72,9 @@ def fourfold_check_config(config: EngineConfig) -> None:
         "--rebalancer": (config.backends.rebalancer, AUTO),
         "--moe-ep-rebalance-gain": (settings.rebalance_gain, ExpertParallelSettings().rebalance_gain),
     }
+    layer = names_by_key("--parallel-layer", config.backends.parallel_layer, LAYER_KINDS)["moe"]
     for option, (given, default) in asked.items():
-        if given != default and not settings.rebalance_interval:
+        if given != default and not settings.rebalance_interval and layer in ("ep", AUTO):
             raise ConfigError(
                 f"{option} is {given}, and experts stay where they are; set --moe-ep-rebalance-interval too"
             )

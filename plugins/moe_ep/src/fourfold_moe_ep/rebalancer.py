@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fourfold.contracts.mixture import ExpertMap
-    from fourfold.entries import RebalancerContext
+    from fourfold.contracts.mixture import ExpertMap, RebalancerContext
 
 
 class GreedyRebalancer:

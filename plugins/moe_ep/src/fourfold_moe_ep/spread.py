@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from fourfold.contracts.mixture import RebalancerContext
 from fourfold.distributed.ballot import Ballot
-from fourfold.entries import AllToAllContext, RebalancerContext
+from fourfold.entries import AllToAllContext
 from fourfold.errors import ConfigError
 from fourfold.layers.backends import build_backend
 from fourfold.layers.partition import cut_evenly
@@ -94,6 +95,7 @@ class ExpertSpread:
         """Of these layers, in the whole model."""
         self._rebalancing: Rebalancing | None = None
         if self._settings.rebalance_interval:
+            timeouts = context.config.timeouts
             chosen = select("rebalancer", registry.rebalancers(), backends.rebalancer, context.config)
             self._rebalancing = Rebalancing(
                 self._held,
@@ -104,7 +106,7 @@ class ExpertSpread:
                 least_gain=self._settings.rebalance_gain,
                 repeats=self.world_size if self.wire is None else 1,
                 # A rank that waits for longer than that takes the others for dead.
-                plan_seconds=min(PLAN_SECONDS, context.config.timeouts.rpc_timeout / 2),
+                plan_seconds=min(PLAN_SECONDS, timeouts.rpc_timeout / 2, timeouts.stall_timeout / 2),
             )
 
     def hold(self, experts: Experts, mixture: MixtureDescription, context: ParallelLayerContext) -> HeldExperts:
