@@ -258,6 +258,7 @@ for executor in executors:
 """
 
 
+@pytest.mark.long
 def test_engines_of_one_program_share_its_group_with_others(shared_cluster: RayCluster) -> None:
     code = IN_A_GROUP.format(here=str(HERE), address=shared_cluster.address)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=180)
@@ -372,6 +373,7 @@ def test_a_cluster_that_was_about_to_start_leaves_no_folder(tmp_path: Path) -> N
     wait_until(lambda: list(tmp_path.iterdir()) == [], "an empty folder", PROMPTLY)
 
 
+@pytest.mark.long
 def test_a_node_that_cannot_reach_the_executor_says_so(
     start: Start, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
