@@ -26,9 +26,17 @@ _RESTART_SECONDS: Final = 0.5
 """Until a replica's end is known here, and no operation can miss it."""
 MAX_TEXT = 4096
 """Characters of a field: the longest path that Linux takes."""
-_PAUSE_FIELDS: Final[Table] = {"mode": Field(kind=STRING, doc="keep, wait or abort.", default="keep")}
-_SLEEP_FIELDS: Final[Table] = {"level": Field(kind=INTEGER, doc="1, or 2 for the weights too.", default=1)}
-_WAKE_FIELDS: Final[Table] = {"tags": Field(kind=list_of(STRING), doc="weights, kv_cache or both; none is all.")}
+_PAUSE_BODY: Final = request_body(
+    {"mode": Field(kind=STRING, doc="keep, wait or abort.", default="keep")}, {"mode": "wait"}, required=False
+)
+_SLEEP_BODY: Final = request_body(
+    {"level": Field(kind=INTEGER, doc="1, or 2 for the weights too.", default=1)}, {"level": 2}, required=False
+)
+_WAKE_BODY: Final = request_body(
+    {"tags": Field(kind=list_of(STRING), doc="weights, kv_cache or both; none is all.")},
+    {"tags": ["weights"]},
+    required=False,
+)
 _UPDATE_FIELDS: Final[Table] = {
     "model": Field(kind=STRING, doc="a folder, or any name that can be served, of the same model.", required=True)
 }
@@ -52,7 +60,7 @@ def admin_router(state: ServerState) -> APIRouter:
     @router.post(
         "/admin/pause",
         summary="Come to a stop: requests that have begun are kept, waited for, or aborted",
-        openapi_extra=request_body(_PAUSE_FIELDS, {"mode": "wait"}, required=False),
+        openapi_extra=_PAUSE_BODY,
     )
     async def pause(request: Request, mode: str = "keep") -> Response:
         await state.operations.pause(await _field_of_body(request, state, "mode", mode))
@@ -71,7 +79,7 @@ def admin_router(state: ServerState) -> APIRouter:
     @router.post(
         "/admin/sleep",
         summary="Give memory back: of the KV cache, and at level 2 of the weights too",
-        openapi_extra=request_body(_SLEEP_FIELDS, {"level": 2}, required=False),
+        openapi_extra=_SLEEP_BODY,
     )
     async def sleep(request: Request, level: int = 1) -> Response:
         await state.operations.sleep(await _field_of_body(request, state, "level", level))
@@ -80,7 +88,7 @@ def admin_router(state: ServerState) -> APIRouter:
     @router.post(
         "/admin/wake_up",
         summary="Take the memory again: all, or that of tags weights and kv_cache",
-        openapi_extra=request_body(_WAKE_FIELDS, {"tags": ["weights"]}, required=False),
+        openapi_extra=_WAKE_BODY,
     )
     async def wake_up(
         request: Request,

@@ -13,11 +13,12 @@ from fourfold.checkpoints.resolve import describe_checkpoint
 from fourfold.config.engine_config import EngineConfig
 from fourfold.config.node_plan import plan_nodes
 from fourfold.config.parallel_config import ParallelConfig
+from fourfold.contracts.scheduling_policy import SchedulingPolicy
 from fourfold.engine.cache_plan import plan_cache
 from fourfold.engine.engine_core import EngineCore
 from fourfold.engine.executor_client import ExecutorClient
 from fourfold.engine.refusal import refusal
-from fourfold.entries import ExecutorContext, SchedulerContext
+from fourfold.entries import ExecutorContext, SchedulerContext, SchedulerEntry
 from fourfold.errors import EngineError, ExecutorFailed, WorkerError
 from fourfold.messages import EngineReady, StageInfo, WorkerInfo
 from fourfold.models.parallel_limits import check_layout
@@ -68,15 +69,13 @@ def build_engine(
         plan = plan_cache(workers, config.cache, max_model_len=max_model_len)
         client.initialize_cache(plan.cache)
         client.warm_up()
-        with blame(f"scheduler {scheduler.entry.name!r}"):
-            policy = scheduler.entry.build(SchedulerContext(config=config))
         core = EngineCore(
             config,
             client,
             kv_cache=plan.cache,
             max_model_len=max_model_len,
             vocabulary_size=description.vocab_size,
-            policy=policy,
+            policy=_build_policy(scheduler.entry, config),
             events=registry.events,
         )
     except WorkerError as error:
@@ -99,6 +98,11 @@ def build_engine(
         stages=_stages(workers, config.parallel),
     )
     return BuiltEngine(core=core, client=client, ready=ready)
+
+
+def _build_policy(entry: SchedulerEntry, config: EngineConfig) -> SchedulingPolicy:
+    with blame(f"scheduler {entry.name!r}"):
+        return entry.build(SchedulerContext(config=config))
 
 
 def _stages(workers: Sequence[WorkerInfo], parallel: ParallelConfig) -> list[StageInfo]:

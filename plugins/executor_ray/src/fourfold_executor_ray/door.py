@@ -68,13 +68,8 @@ class Door:
             if user != os.getuid():
                 raise PermissionError(f"user {user} is not that of this process")
             rank = _read_arrival(stream).rank
-        except (
-            OSError,
-            EOFError,
-            OverflowError,
-            MemoryError,
-            msgspec.MsgspecError,
-        ) as error:  # the two for a false size
+        # A size that is none overflows, or finds no memory.
+        except (OSError, EOFError, OverflowError, MemoryError, msgspec.MsgspecError) as error:
             logger.warning("somebody at the door %s was no rank: %s", self.name, error)
             stream.close()
             return
