@@ -151,11 +151,10 @@ class RayExecutor(RankExecutor):
                 news = self._news.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 if not self._own_address:
-                    late = (
-                        f"the Ray cluster {self._address} has not answered" if self._address else "Ray has not started"
-                    )
-                    limit = f"{self._timeouts.startup_timeout:g} s (--startup-timeout)"
-                    raise EngineError(f"{late} within {limit}") from None
+                    cluster = f"the Ray cluster {self._address}" if self._address else "Ray on this host"
+                    raise EngineError(
+                        f"{cluster} has not answered within {self._timeouts.startup_timeout:g} s (--startup-timeout)"
+                    ) from None
                 door = self._door
                 missing = [rank for rank in self._missing(opened) if door is None or not door.has_let_in(rank)]
                 raise RpcTimeout("the arrival of ranks", self._timeouts.startup_timeout, missing) from None
